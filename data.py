@@ -1,0 +1,115 @@
+"""Stories in, from text or JSON lines, one at a time."""
+
+import argparse
+import gzip
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent / "data"
+END_TEXT = "<|endoftext|>"
+# So that typographer's quotes do not cost three bytes and rare tokens each.
+PLAIN_QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
+
+
+class Problem(ValueError):
+    """Something the reader can put right. Scripts print it as one line and exit with 1."""
+
+
+def main_guard(main):
+    """Run a script's `main`; a `Problem` becomes one line on stderr."""
+    try:
+        main()
+    except Problem as problem:
+        sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(str(problem).split())}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # what it was piped to has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line too, and whose help shows the defaults."""
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def say(line):
+    """A line on stdout, in the place of a bar that may stand there."""
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print(line, flush=True)
+
+
+def progress(done, total, note=""):
+    """A bar on stderr, redrawn in place; silent where stderr is a file."""
+    if sys.stderr.isatty():
+        share = min(1.0, done / max(total, 1e-9))
+        bar = ("#" * int(30 * share)).ljust(30, ".")
+        print(f"\r[{bar}] {share:4.0%} {note}\x1b[K", end="\n" if share == 1 else "", file=sys.stderr, flush=True)
+
+
+# ---- reading stories
+
+
+def tidy(text):
+    """One newline between paragraphs and plain quotes, as in the stories that the tokenizer was trained on."""
+    return "\n".join(line for line in map(str.strip, text.translate(PLAIN_QUOTES).split("\n")) if line)
+
+
+def read_stories(path):
+    """Yield (text, split) for each story of a .txt or .jsonl file, or either gzipped, one at a time.
+
+    split is what a .jsonl line says under "split", else None. Raises `Problem` for a file that holds no stories.
+    """
+    path = Path(path)
+    name = path.name.removesuffix(".gz")
+    read = {".txt": _read_text, ".jsonl": _read_jsonl}.get(Path(name).suffix)
+    if read is None:
+        raise Problem(f"cannot read {path}: stories come as .txt, .jsonl, .txt.gz or .jsonl.gz")
+    found = 0
+    try:
+        with (gzip.open if path.name.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
+            for text, split in read(file, path):
+                if text := tidy(text):
+                    found += 1
+                    yield text, split
+    except UnicodeDecodeError:
+        raise Problem(f"cannot read {path}: it is not UTF-8 text") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise Problem(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not found:
+        raise Problem(f"no stories in {path}: it is empty")
+
+
+def _read_text(file, path):
+    story = []
+    for line in file:
+        if "\0" in line:
+            raise Problem(f"cannot read {path}: it is not text")
+        *ended, rest = line.split(END_TEXT)
+        for part in ended:
+            yield "".join([*story, part]), None
+            story = []
+        story.append(rest)
+    yield "".join(story), None
+
+
+def _read_jsonl(file, path):
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                story = json.loads(line)
+                text, split = story["text"], story.get("split")
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                text = None
+            if not isinstance(text, str):
+                raise Problem(f'line {number} of {path} is not a JSON object with a "text"')
+            yield text, split
