@@ -1,6 +1,9 @@
-"""Stories in, from text or JSON lines, one at a time."""
+"""Stories in, tokens out."""
 
 import argparse
+import base64
+import contextlib
+import functools
 import gzip
 import json
 import os
@@ -8,8 +11,15 @@ import sys
 import zlib
 from pathlib import Path
 
+import tiktoken
+
 FOLDER = Path(__file__).resolve().parent / "data"
+TOKENIZER = FOLDER / "tokenizer.tiktoken"
+VOCABULARY = 4096
 END_TEXT = "<|endoftext|>"
+END = VOCABULARY - 1
+# GPT-2's split into words, numbers and punctuation, but punctuation keeps the line breaks after it.
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n*|\s+(?!\S)|\s+"
 # So that typographer's quotes do not cost three bytes and rare tokens each.
 PLAIN_QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
 
@@ -54,6 +64,60 @@ def progress(done, total, note=""):
         share = min(1.0, done / max(total, 1e-9))
         bar = ("#" * int(30 * share)).ljust(30, ".")
         print(f"\r[{bar}] {share:4.0%} {note}\x1b[K", end="\n" if share == 1 else "", file=sys.stderr, flush=True)
+
+
+# ---- the tokenizer
+
+
+@functools.cache
+def encoding():
+    """The tokenizer of the shipped checkpoints: byte-level BPE, `VOCABULARY` tokens, `END` among them."""
+    try:
+        lines = TOKENIZER.read_bytes().splitlines()
+        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+        return tiktoken.Encoding(
+            "stories", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_TEXT: END}, explicit_n_vocab=VOCABULARY
+        )
+    except (OSError, ValueError) as error:
+        raise Problem(f"cannot read the tokenizer {TOKENIZER}: {error}; `git checkout data` brings it back") from None
+
+
+def encode(text):
+    """The tokens of a text. Text that spells <|endoftext|> gets ordinary tokens, never `END`."""
+    return encoding().encode_ordinary(text)
+
+
+def decode(tokens):
+    """The text of some tokens, without their end of text."""
+    return encoding().decode([token for token in tokens if token != END])
+
+
+def train_tokenizer(stories):
+    """Learn the merges from an iterable of texts; write them in tiktoken's format, a base64 token and its rank a line."""
+    try:
+        import rustbpe
+    except ImportError:
+        raise Problem("--train-tokenizer needs rustbpe: pip install -r requirements-extra.txt") from None
+    tokenizer = rustbpe.Tokenizer()
+    tokenizer.train_from_iterator(stories, vocab_size=END, pattern=PATTERN)
+    ranks = sorted(tokenizer.get_mergeable_ranks(), key=lambda pair: pair[1])
+    if len(ranks) < END:
+        raise Problem(f"these stories give only {len(ranks)} tokens, {END} are needed: pass more of them")
+    write_whole(TOKENIZER, b"".join(base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in ranks))
+    encoding.cache_clear()
+
+
+def write_whole(path, content):
+    """Write bytes to a file that is either the old one or the new one, never a part."""
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise Problem(f"cannot write {path}: {error.strerror or error}") from None
 
 
 # ---- reading stories
