@@ -1,16 +1,27 @@
-"""Stories in, tokens out."""
+"""Stories in, tokens out.
+
+    python data.py                                      fetch TinyStories (1.9 GB) and encode it
+    python data.py stories.jsonl.gz                     encode local stories instead
+    python data.py mine.txt more.txt.gz --valid held-out.txt
+    python data.py stories.txt --train-tokenizer        learn a new tokenizer first
+
+Writes data/train.bin and data/valid.bin: the stories' tokens one after the other, two bytes each, every story closed
+by <|endoftext|>.
+"""
 
 import argparse
 import base64
 import contextlib
 import functools
 import gzip
+import itertools
 import json
 import os
 import sys
 import zlib
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 
 FOLDER = Path(__file__).resolve().parent / "data"
@@ -177,3 +188,100 @@ def _read_jsonl(file, path):
             if not isinstance(text, str):
                 raise Problem(f'line {number} of {path} is not a JSON object with a "text"')
             yield text, split
+
+
+def write_tokens(stories, path):
+    """Encode an iterable of texts into a file of uint16, each closed by `END`. Returns (stories, tokens, bytes)."""
+    part = path.with_name(path.name + ".part")
+    stories, counts = iter(stories), [0, 0, 0]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as file:
+            while batch := list(itertools.islice(stories, 1000)):
+                for tokens in encoding().encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1):
+                    file.write(np.array([*tokens, END], dtype=np.uint16).tobytes())
+                    counts[1] += len(tokens) + 1
+                counts[0] += len(batch)
+                counts[2] += sum(len(text.encode(errors="replace")) for text in batch)  # half a surrogate pair has no bytes
+                if sys.stderr.isatty():
+                    print(f"\r{path.name}: {counts[0]:,} stories, {counts[1]:,} tokens", end="", file=sys.stderr)
+        if not counts[0]:
+            raise Problem(f"no stories for {path.name}")
+        os.replace(part, path)
+    except OSError as error:
+        raise Problem(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+    return counts
+
+
+def load_tokens(name):
+    """The tokens of data/NAME.bin, memory-mapped: nothing is read before it is used."""
+    path = FOLDER / f"{name}.bin"
+    if not path.exists() or path.stat().st_size < 2:
+        raise Problem(f"there is no {path}: run python data.py, or python data.py FILE for stories of your own")
+    tokens = np.memmap(path, dtype=np.uint8, mode="r")
+    tokens = tokens[: len(tokens) // 2 * 2].view(np.uint16)
+    if tokens[-1] != END:
+        raise Problem(f"{path} does not end with a story's end: make it again with python data.py")
+    return tokens
+
+
+def split_stories(tokens):
+    """The stories of a token file: a list of lists, each with its END."""
+    ends = np.flatnonzero(tokens == END) + 1
+    return [story.tolist() for story in np.split(np.asarray(tokens), ends) if len(story)]
+
+
+# ---- the script
+
+
+def fetch(name):
+    """Download one file of TinyStories into data/, with a progress bar; goes on where an earlier try broke off."""
+    try:
+        from huggingface_hub import hf_hub_download, logging
+    except ImportError:
+        raise Problem("fetching stories needs huggingface_hub: pip install -r requirements-extra.txt") from None
+    logging.set_verbosity_error()  # its retries would bury the one line that helps
+    try:
+        return hf_hub_download("roneneldan/TinyStories", name, repo_type="dataset", local_dir=FOLDER / "tinystories")
+    except Exception as error:  # every kind of network failure has a class of its own there
+        raise Problem(
+            f"cannot fetch {name} of roneneldan/TinyStories ({type(error).__name__}): is there a network? "
+            "With stories on disk: python data.py FILE... --valid FILE"
+        ) from None
+
+
+def main():
+    args = Parser(__doc__)
+    args.add_argument("files", nargs="*", metavar="FILE", help="stories to train on (default: fetch TinyStories)")
+    args.add_argument("--valid", metavar="FILE", help='stories to measure on (default: those of FILE with "split": "valid")')
+    args.add_argument("--train-tokenizer", action="store_true", help="learn data/tokenizer.tiktoken from these stories first")
+    args = args.parse_args()
+    if args.valid and not args.files:
+        raise Problem("--valid goes with files to train on: python data.py FILE... --valid FILE")
+    if not args.files:
+        args.files, args.valid = [fetch("TinyStories-train.txt")], fetch("TinyStories-valid.txt")
+
+    def stories(split):
+        if split == "valid" and args.valid:
+            yield from (text for text, _ in read_stories(args.valid))
+        for path in args.files:
+            yield from (text for text, found in read_stories(path) if (found == "valid") == (split == "valid"))
+
+    if not any(True for _ in stories("valid")):
+        raise Problem('no stories to measure on: pass --valid FILE, or JSON lines with "split": "valid" among them')
+    if args.train_tokenizer:
+        train_tokenizer(stories("train"))
+        for split in "valid", "train":  # they were cut into tokens by the old one
+            (FOLDER / f"{split}.bin").unlink(missing_ok=True)
+    for split in "valid", "train":
+        number, tokens, size = write_tokens(stories(split), FOLDER / f"{split}.bin")
+        print(f"{split}: {number:,} stories, {tokens:,} tokens, {size / max(tokens, 1):.2f} bytes a token")
+
+
+if __name__ == "__main__":
+    main_guard(main)
