@@ -1,9 +1,10 @@
-"""Stories in, tokens out.
+"""Stories in, tokens out; and what the model will be asked for.
 
     python data.py                                      fetch TinyStories (1.9 GB) and encode it
     python data.py stories.jsonl.gz                     encode local stories instead
     python data.py mine.txt more.txt.gz --valid held-out.txt
-    python data.py stories.txt --train-tokenizer        learn a new tokenizer first
+    python data.py mine.txt --valid held-out.txt --train-tokenizer
+                                                        learn a new tokenizer first: the shipped checkpoints stop fitting
 
 Writes data/train.bin and data/valid.bin: the stories' tokens one after the other, two bytes each, every story closed
 by <|endoftext|>.
@@ -14,9 +15,11 @@ import base64
 import contextlib
 import functools
 import gzip
+import hashlib
 import itertools
 import json
 import os
+import random
 import sys
 import zlib
 from pathlib import Path
@@ -29,8 +32,12 @@ TOKENIZER = FOLDER / "tokenizer.tiktoken"
 VOCABULARY = 4096
 END_TEXT = "<|endoftext|>"
 END = VOCABULARY - 1
+STORY_TOKENS = 200
+DEMO = ("rain", "cake", "jump")
+
 # GPT-2's split into words, numbers and punctuation, but punctuation keeps the line breaks after it.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n*|\s+(?!\S)|\s+"
+
 # So that typographer's quotes do not cost three bytes and rare tokens each.
 PLAIN_QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
 
@@ -91,6 +98,12 @@ def encoding():
         )
     except (OSError, ValueError) as error:
         raise Problem(f"cannot read the tokenizer {TOKENIZER}: {error}; `git checkout data` brings it back") from None
+
+
+def tokenizer_hash():
+    """What tells one tokenizer from another, in a checkpoint."""
+    encoding()  # complains where the file is missing or broken
+    return hashlib.sha256(TOKENIZER.read_bytes()).hexdigest()[:16]
 
 
 def encode(text):
@@ -236,6 +249,46 @@ def split_stories(tokens):
     return [story.tolist() for story in np.split(np.asarray(tokens), ends) if len(story)]
 
 
+# ---- what is asked for
+
+
+def instruction(words):
+    """The prompt that asks for a story with these three words."""
+    return f"Write a story with the words {words[0]}, {words[1]} and {words[2]}.\n"
+
+
+def read_words(kind):
+    """The words of one kind: "nouns", "verbs" or "adjectives"."""
+    return (FOLDER / f"{kind}.txt").read_text().split()
+
+
+def draw_asks(training, held_out, seed=1):
+    """Draw asks from the word lists: one word of each kind in random order, no triple twice in any order."""
+    draw = random.Random(seed)
+    kinds = [read_words(kind) for kind in ("nouns", "verbs", "adjectives")]
+    asks = {}
+    while len(asks) < training + held_out:
+        words = [draw.choice(kind) for kind in kinds]
+        if set(words) != set(DEMO):
+            asks.setdefault(frozenset(words), tuple(draw.sample(words, 3)))
+    asks = list(asks.values())
+    return asks[:training], asks[training:]
+
+
+def load_asks():
+    """The triples to train on: a list of (word, word, word)."""
+    return _read_triples("asks-training.txt")
+
+
+def load_instructions():
+    """The triples held out for measuring; none of them, in any order, is among `load_asks()`."""
+    return _read_triples("asks-held-out.txt")
+
+
+def _read_triples(name):
+    return [tuple(line.split()) for line in (FOLDER / name).read_text().splitlines()]
+
+
 # ---- the script
 
 
@@ -260,7 +313,13 @@ def main():
     args.add_argument("files", nargs="*", metavar="FILE", help="stories to train on (default: fetch TinyStories)")
     args.add_argument("--valid", metavar="FILE", help='stories to measure on (default: those of FILE with "split": "valid")')
     args.add_argument("--train-tokenizer", action="store_true", help="learn data/tokenizer.tiktoken from these stories first")
+    args.add_argument("--draw-asks", action="store_true", help="draw the asks again from the word lists, and do nothing else")
     args = args.parse_args()
+    if args.draw_asks:
+        training, held_out = draw_asks(4000, 200)
+        for name, asks in ("asks-training.txt", training), ("asks-held-out.txt", held_out):
+            write_whole(FOLDER / name, "".join(" ".join(words) + "\n" for words in asks).encode())
+        return
     if args.valid and not args.files:
         raise Problem("--valid goes with files to train on: python data.py FILE... --valid FILE")
     if not args.files:
