@@ -1,0 +1,173 @@
+"""The story model: a Llama of 15.7M parameters.
+
+RMSNorm before each block, rotary positions, SwiGLU, no biases, one matrix for reading tokens in and out. The layout is
+Llama's, so the weights can be carried over to other engines one for one.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data import VOCABULARY, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    vocabulary: int = VOCABULARY
+    context: int = 512
+    layers: int = 8
+    heads: int = 6
+    channels: int = 384
+    hidden: int = 1024
+
+
+def rotary(context, channels):
+    """Cosines and sines of the rotary positions, (context, channels) each: Su et al. 2021, equation 34, theta 10,000.
+
+    Channel i turns together with channel i + channels / 2 (the half-rotation layout of Llama's published weights).
+    """
+    frequencies = 10_000.0 ** (-torch.arange(0, channels, 2) / channels)
+    angles = torch.outer(torch.arange(context), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, cos, sin):
+    """Turn queries or keys, (stories, heads, tokens, channels), to their positions."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Real:
+    """Where the real tokens of a padded batch are. real: a mask (stories, tokens)."""
+
+    def __init__(self, real):
+        self.shape, self.places = real.shape, real.flatten().nonzero().squeeze(1)
+
+    def spread(self, x):
+        """(real tokens, channels) -> (stories, tokens, channels), zeros on the padding."""
+        padded = x.new_zeros(self.shape.numel(), x.shape[-1])
+        return padded.index_put((self.places,), x).view(*self.shape, -1)
+
+    def gather(self, x):
+        """The reverse."""
+        return x.flatten(0, 1)[self.places]
+
+
+class Cache:
+    """The keys and values of the tokens that one block has read, (rows, heads, longest, channels / heads) each."""
+
+    def __init__(self, config, rows, longest, device, dtype):
+        shape = (rows, config.heads, longest, config.channels // config.heads)
+        self.keys, self.values = (torch.empty(shape, device=device, dtype=dtype) for _ in range(2))
+        self.length = 0
+
+    def extend(self, keys, values):
+        """Append new keys and values; return all of them up to now."""
+        start, self.length = self.length, self.length + keys.shape[2]
+        self.keys[:, :, start : self.length] = keys
+        self.values[:, :, start : self.length] = values
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def keep(self, rows):
+        """Drop all rows but those where the mask `rows` is true."""
+        for name in "keys", "values":
+            old = getattr(self, name)
+            new = old.new_empty(int(rows.sum()), *old.shape[1:])
+            new[:, :, : self.length] = old[rows, :, : self.length]
+            setattr(self, name, new)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.heads = config.heads
+        self.q = nn.Linear(config.channels, config.channels, bias=False)
+        self.k = nn.Linear(config.channels, config.channels, bias=False)
+        self.v = nn.Linear(config.channels, config.channels, bias=False)
+        self.o = nn.Linear(config.channels, config.channels, bias=False)
+
+    def forward(self, x, cos, sin, cache, real):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if real is not None:  # attention alone needs the rows side by side
+            q, k, v = real.spread(q), real.spread(k), real.spread(v)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (stories, heads, tokens, channels / heads)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1).transpose(1, 2).flatten(2)
+        return self.o(y if real is None else real.gather(y))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: Shazeer 2020, equation 6."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate = nn.Linear(config.channels, config.hidden, bias=False)
+        self.up = nn.Linear(config.channels, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.channels, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.channels, eps=1e-5)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.channels, eps=1e-5)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x, cos, sin, cache=None, real=None):
+        x = x + self.attention(self.attention_norm(x), cos, sin, cache, real)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class StoryModel(nn.Module):
+    """Tokens (stories, tokens) to logits (stories, tokens, vocabulary)."""
+
+    def __init__(self, config=None):
+        super().__init__()
+        self.config = config = config or Config()
+        self.embedding = nn.Embedding(config.vocabulary, config.channels)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.channels, eps=1e-5)
+        cos, sin = rotary(config.context, config.channels // config.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:  # what a block adds is zero at first: it starts as the identity
+                nn.init.normal_(weight, std=0.0 if name.endswith(("o.weight", "down.weight")) else 0.02)
+
+    def caches(self, rows, longest):
+        """An empty cache a block, for `rows` texts of at most `longest` tokens."""
+        return [Cache(self.config, rows, longest, self.cos.device, self.embedding.weight.dtype) for _ in self.blocks]
+
+    def channels(self, tokens, caches=None, real=None):
+        """What the output layer and the critic read: (stories, tokens) -> (stories, tokens, channels).
+
+        real: a mask (stories, tokens) that is true on each row's beginning and false on the padding after it; then only
+        its tokens are computed, and returned one after the other: (real tokens, channels).
+        """
+        start = caches[0].length if caches else 0
+        end = start + tokens.shape[1]
+        if start and tokens.shape[1] > 1:
+            raise Problem("once a cache holds tokens, the model reads one at a time")
+        if end > self.config.context:
+            raise Problem(f"{end} tokens do not fit a context of {self.config.context}")
+        x = self.embedding(tokens if real is None else tokens[real])
+        real = None if real is None else Real(real)
+        cos, sin = self.cos[start:end].to(x.dtype), self.sin[start:end].to(x.dtype)
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
+            x = block(x, cos, sin, cache, real)
+        return self.norm(x)
+
+    def logits(self, channels):
+        """The output layer: the embedding once more, the other way round."""
+        return F.linear(channels, self.embedding.weight)
+
+    def forward(self, tokens):
+        return self.logits(self.channels(tokens))
