@@ -1,4 +1,4 @@
-"""The story model: a Llama of 15.7M parameters.
+"""The story model: a Llama of 15.7M parameters, and the log-probabilities of what it reads.
 
 RMSNorm before each block, rotary positions, SwiGLU, no biases, one matrix for reading tokens in and out. The layout is
 Llama's, so the weights can be carried over to other engines one for one.
@@ -171,3 +171,52 @@ class StoryModel(nn.Module):
 
     def forward(self, tokens):
         return self.logits(self.channels(tokens))
+
+
+# ---- stories in a batch
+
+
+def pack(prompts, stories, device="cpu"):
+    """Put prompts and stories, lists of token lists, into one padded batch.
+
+    Returns tokens (stories, longest) and mask (stories, longest - 1): mask[i, t] is 1 where tokens[i, t + 1] is a token
+    of story i. The mask comes from the lengths, so an end of text that a model wrote counts, and padding never does.
+
+        pack([[1, 2]], [[3, 4]])   ->   [[1, 2, 3, 4]], [[0, 1, 1]]
+    """
+    longest = max(len(prompt) + len(story) for prompt, story in zip(prompts, stories, strict=True))
+    tokens = torch.zeros(len(stories), longest, dtype=torch.long)
+    mask = torch.zeros(len(stories), longest - 1)
+    for row, (prompt, story) in enumerate(zip(prompts, stories)):
+        tokens[row, : len(prompt) + len(story)] = torch.tensor(prompt + story)
+        mask[row, len(prompt) - 1 : len(prompt) + len(story) - 1] = 1
+    return tokens.to(device), mask.to(device)
+
+
+def story_channels(model, tokens, mask):
+    """The channels from which each story token is predicted: (story tokens of the whole batch, channels).
+
+    Only real tokens are computed: what follows a story's last token, and its padding, costs nothing.
+    """
+    chosen = mask.bool()
+    real = chosen.flip(1).cummax(1).values.flip(1)  # (stories, longest - 1): up to the last story token's predecessor
+    return model.channels(tokens[:, :-1], real=real)[chosen[real]]
+
+
+def log_probs(model, channels, targets):
+    """log p of the target tokens, (tokens,), from the channels before them, (tokens, channels). float32 at least."""
+    logits = model.logits(channels)
+    return -F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
+
+
+def token_log_probs(model, tokens, mask=None):
+    """log p of each token given those before it: (stories, longest) -> float32 (stories, longest - 1).
+
+    Entry [i, t] is of tokens[i, t + 1]. Where a mask is given, entries outside it are zero, and are not computed.
+    """
+    targets = tokens[:, 1:]
+    if mask is None:
+        return log_probs(model, model.channels(tokens[:, :-1]).flatten(0, 1), targets.flatten()).view_as(targets)
+    chosen = mask.bool()
+    found = log_probs(model, story_channels(model, tokens, chosen), targets[chosen])
+    return found.new_zeros(chosen.shape).masked_scatter(chosen, found)
