@@ -1,16 +1,29 @@
-"""The story model: a Llama of 15.7M parameters, and the log-probabilities of what it reads.
+"""The story model: a Llama of 15.7M parameters, and its checkpoints.
 
 RMSNorm before each block, rotary positions, SwiGLU, no biases, one matrix for reading tokens in and out. The layout is
 Llama's, so the weights can be carried over to other engines one for one.
+
+    python model.py                     print the parameters of a model, part by part
 """
 
+import contextlib
+import copy
+import ctypes
 import dataclasses
+import os
+import pickle
+import platform
+import warnings
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data import VOCABULARY, Problem
+from data import TOKENIZER, VOCABULARY, Parser, Problem, main_guard, tokenizer_hash
+
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
+FINETUNED = CHECKPOINTS / "finetuned" / "model.pt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +186,54 @@ class StoryModel(nn.Module):
         return self.logits(self.channels(tokens))
 
 
+# ---- where it runs
+
+
+def pick_device(name=None):
+    """The device and the precision to compute in: CUDA, then Apple's MPS, then the CPU, or the one named.
+
+    bfloat16 where the hardware multiplies it natively, float32 elsewhere: emulated, it is eight times slower.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+        if device.type not in ("cuda", "mps", "cpu"):
+            raise ValueError
+    except (RuntimeError, AssertionError, ValueError, ImportError):
+        raise Problem(f"there is no device {name!r} here: try --device cpu") from None
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        can = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+        native = bool(can.get("amx_bf16") or can.get("avx512_bf16"))
+    return device, torch.bfloat16 if native and not os.environ.get("STORY_FLOAT32") else torch.float32
+
+
+class Precision:
+    """How a device computes: calling it gives the context in which matrix products take `dtype`."""
+
+    def __init__(self, device, dtype):
+        self.device, self.dtype = device, dtype
+
+    def __call__(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def keep_freed_memory():
+    """Have glibc keep freed memory for the next step, not return it and fault it in again (1.5 times the speed)."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap never shrinks
+
+
+def for_writing(model, dtype):
+    """The model itself in float32, or a copy cast to bfloat16: autocast would cast every weight again at every token."""
+    return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+
+
 # ---- stories in a batch
 
 
@@ -220,3 +281,69 @@ def token_log_probs(model, tokens, mask=None):
     chosen = mask.bool()
     found = log_probs(model, story_channels(model, tokens, chosen), targets[chosen])
     return found.new_zeros(chosen.shape).masked_scatter(chosen, found)
+
+
+# ---- checkpoints
+
+
+def save_checkpoint(path, model, **extra):
+    """Write a model, in its own precision, and plain values beside it. The old file stays whole until the new one is."""
+    save({"config": dataclasses.asdict(model.config), "tokenizer": tokenizer_hash(), "model": model.state_dict(), **extra}, path)
+
+
+def save(content, path):
+    """`torch.save` to a temporary file that then takes the path's place. Raises `Problem` where it cannot."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, part)
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise Problem(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; the file before it is as it was") from None
+
+
+def read(path):
+    """What `save` wrote: tensors and plain values. Code in a file is refused, never run."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of foreign pickles: one line says enough
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise Problem(f"there is no checkpoint {path} (`git checkout checkpoints` brings back the ones that ship)") from None
+    except pickle.UnpicklingError:
+        raise Problem(f"cannot read {path}: it holds something other than tensors and plain values, and was not run") from None
+    except Exception as error:  # what a foreign or damaged file makes the reader stumble over has no class of its own
+        said = str(error).partition("\n")[0][:80]
+        raise Problem(f"cannot read {path}: it is no checkpoint, or only a part of one ({said})") from None
+
+
+def load_checkpoint(path, device="cpu"):
+    """The model of a checkpoint, in float32, in evaluation mode. Raises `Problem` if the file or its shape do not fit."""
+    content, tokenizer = read(path), tokenizer_hash()
+    try:
+        config = Config(**content["config"])
+        fits = content["tokenizer"] == tokenizer and config.vocabulary == VOCABULARY
+        model = StoryModel(config)
+        model.load_state_dict(content["model"])
+    except (LookupError, ArithmeticError, TypeError, RuntimeError, ValueError, AttributeError) as error:
+        said = str(error).partition("\n")[0][:80]
+        raise Problem(f"{path} is not a story model, or of another shape than it says ({said})") from None
+    if not fits:
+        raise Problem(f"{path} was trained with another tokenizer than {TOKENIZER}: train it again")
+    return model.to(device).eval()
+
+
+def main():
+    args = Parser(__doc__)
+    args.add_argument("--from", dest="start", metavar="CHECKPOINT", default=FINETUNED, help="(default checkpoints/finetuned/model.pt)")
+    args = args.parse_args()
+    model = load_checkpoint(args.start)
+    for name, weight in model.named_parameters():
+        print(f"{name:40} {str(tuple(weight.shape)):>14} {weight.numel():>10,}")
+    print(f"{'all':40} {'':14} {sum(weight.numel() for weight in model.parameters()):>10,}")
+
+
+if __name__ == "__main__":
+    main_guard(main)

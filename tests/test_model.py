@@ -1,0 +1,349 @@
+import errno
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_model
+
+import data
+import model as models
+from data import END
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+STORIES = [[20, 21, END], [22, 23, 24, 25, 26, 27, 28], [29]]
+
+
+def random_tokens(rows, longest, seed=0):
+    return torch.randint(0, data.VOCABULARY, (rows, longest), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- the network
+
+
+def test_the_model_has_15_735_168_parameters():
+    embedding, attention, feed_forward, norms = 4096 * 384, 4 * 384 * 384, 3 * 384 * 1024, 2 * 384
+    assert embedding + 8 * (attention + feed_forward + norms) + 384 == 15_735_168
+    assert sum(weight.numel() for weight in models.StoryModel().parameters()) == 15_735_168
+
+
+def llama(weights, config, tokens):
+    """Llama's logits for one text, in numpy: rotary positions as products of complex numbers, attention head by head."""
+    width = config.channels // config.heads
+    turns = np.exp(1j * np.outer(np.arange(len(tokens)), 10_000.0 ** (-2 * np.arange(width // 2) / width)))
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weights[name]
+
+    def turn(x):
+        x = (x[:, : width // 2] + 1j * x[:, width // 2 :]) * turns
+        return np.concatenate([x.real, x.imag], 1)
+
+    x = weights["embedding.weight"][tokens]
+    for layer in range(config.layers):
+        part = lambda name, layer=layer: weights[f"blocks.{layer}.{name}.weight"]
+        y = norm(x, f"blocks.{layer}.attention_norm.weight")
+        heads = []
+        for head in range(config.heads):
+            rows = slice(head * width, (head + 1) * width)
+            q, k, v = (y @ part(f"attention.{name}")[rows].T for name in "qkv")
+            scores = turn(q) @ turn(k).T / np.sqrt(width)
+            scores[np.triu_indices(len(tokens), 1)] = -np.inf
+            scores = np.exp(scores - scores.max(1, keepdims=True))
+            heads.append(scores / scores.sum(1, keepdims=True) @ v)
+        x = x + np.concatenate(heads, 1) @ part("attention.o").T
+        y = norm(x, f"blocks.{layer}.feed_forward_norm.weight")
+        gate = y @ part("feed_forward.gate").T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ part("feed_forward.up").T)) @ part("feed_forward.down").T
+    return norm(x, "norm.weight") @ weights["embedding.weight"].T
+
+
+def test_the_forward_pass_is_llama_s():
+    model = tiny_model().double()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    angles = torch.outer(torch.arange(256).double(), 10_000.0 ** (-torch.arange(4).double() / 4)).repeat(1, 2)
+    model.cos, model.sin = angles.cos(), angles.sin()  # the model's own are rounded to float32
+    tokens = random_tokens(2, 40)
+    weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        logits = model(tokens).numpy()
+    for row in range(2):
+        np.testing.assert_allclose(logits[row], llama(weights, model.config, tokens[row].numpy()), rtol=0, atol=1e-9)
+
+
+def test_rotary_positions_are_llama_s():
+    cos, sin = models.rotary(512, 64)
+    angles = np.outer(np.arange(512), 10_000.0 ** (-np.arange(0, 64, 2) / 64))
+    for found, wanted in (cos, np.cos(angles)), (sin, np.sin(angles)):
+        np.testing.assert_allclose(found[:, :32].numpy(), wanted, atol=1e-4)
+        assert torch.equal(found[:, :32], found[:, 32:])
+
+
+@torch.no_grad()
+def test_logits_do_not_depend_on_later_tokens(tiny):
+    tokens, others = random_tokens(1, 12), random_tokens(1, 12, seed=1)
+    others[:, :8] = tokens[:, :8]
+    one, other = tiny(tokens), tiny(others)
+    torch.testing.assert_close(one[:, :8], other[:, :8])
+    assert (one[:, 8] - other[:, 8]).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_logits_depend_on_the_order_of_earlier_tokens(tiny):
+    tokens = random_tokens(1, 6)
+    swapped = tokens[:, [1, 0, 2, 3, 4, 5]]
+    assert (tiny(tokens)[:, -1] - tiny(swapped)[:, -1]).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_cached_equals_uncached(tiny):
+    tokens = random_tokens(3, 20)
+    caches = tiny.caches(3, 20)
+    pieces = [tiny.channels(tokens[:, :6], caches)] + [tiny.channels(tokens[:, at : at + 1], caches) for at in range(6, 20)]
+    torch.testing.assert_close(torch.cat(pieces, 1), tiny.channels(tokens), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_that_dropped_rows_goes_on_with_the_others(tiny):
+    tokens = random_tokens(3, 10)
+    caches = tiny.caches(3, 10)
+    tiny.channels(tokens[:, :9], caches)
+    kept = torch.tensor([True, False, True])
+    for cache in caches:
+        cache.keep(kept)
+    torch.testing.assert_close(tiny.channels(tokens[kept, 9:], caches), tiny.channels(tokens)[kept, 9:], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_padded_equals_unpadded(tiny):
+    tokens, lengths = random_tokens(3, 9), [4, 9, 1]
+    real = torch.arange(9) < torch.tensor(lengths)[:, None]
+    padded = tiny.channels(tokens, real=real)
+    alone = torch.cat([tiny.channels(tokens[row : row + 1, :length])[0] for row, length in enumerate(lengths)])
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_text_beyond_the_context_is_refused(tiny):
+    tiny(random_tokens(1, 256))
+    with pytest.raises(ValueError, match="257 tokens"):
+        tiny(random_tokens(1, 257))
+
+
+# ---- stories in a batch
+
+
+def test_pack_puts_the_mask_on_the_story_s_tokens():
+    tokens, mask = models.pack([[1, 2]], [[3, 4]])
+    assert tokens.tolist() == [[1, 2, 3, 4]] and mask.tolist() == [[0, 1, 1]]
+    tokens, mask = models.pack([[1], [1, 2, 3]], [[4, 5, 6], [7]])
+    assert tokens.tolist() == [[1, 4, 5, 6], [1, 2, 3, 7]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_an_end_that_the_model_wrote_counts_and_padding_never_does():
+    _, mask = models.pack([[1], [1], [END, 1]], [[3, END], [END, 3, END, 4, 5], [0, 0]])
+    assert mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [0, 1, 1, 0, 0]]
+
+
+def test_an_empty_story_has_a_mask_of_zeros_and_no_nan(tiny):
+    tokens, mask = models.pack([[1, 2], [1, 2, 3]], [[], [4, END]])
+    assert mask.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
+    scores = models.token_log_probs(tiny, tokens, mask)
+    scores.sum().backward()
+    assert scores[0].eq(0).all() and scores[1, 2:].lt(0).all()
+    assert all(weight.grad.isfinite().all() for weight in tiny.parameters())
+
+
+def test_as_many_prompts_as_stories_are_packed():
+    with pytest.raises(ValueError):
+        models.pack([[1], [2]], [[3]])
+
+
+@torch.no_grad()
+def test_token_log_probs_equal_a_hand_loop_and_are_zero_outside_the_mask(tiny):
+    tokens, mask = models.pack(PROMPTS, STORIES)
+    scores = models.token_log_probs(tiny, tokens, mask)
+    wanted = torch.zeros(mask.shape)
+    for row, (prompt, story) in enumerate(zip(PROMPTS, STORIES)):
+        for at, token in enumerate(story):
+            before = torch.tensor([prompt + story[:at]])
+            wanted[row, len(prompt) + at - 1] = tiny(before)[0, -1].log_softmax(-1)[token]
+    torch.testing.assert_close(scores, wanted, atol=1e-5, rtol=1e-5)
+    assert (scores == 0).eq(mask == 0).all()
+    torch.testing.assert_close(models.token_log_probs(tiny, tokens) * mask, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradient_of_token_log_probs_is_the_plain_implementation_s():
+    """To six digits: whatever the model's precision, the softmax is float32."""
+    model, weights = tiny_model().double(), torch.rand(3, 7, generator=torch.Generator().manual_seed(0))
+    tokens, mask = models.pack(PROMPTS, STORIES)
+
+    def gradients(scores):
+        model.zero_grad()
+        (scores * weights * mask).sum().backward()
+        return [weight.grad.clone() for weight in model.parameters()]
+
+    plain = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    wanted = gradients(plain)
+    for scores in models.token_log_probs(model, tokens, mask), models.token_log_probs(model, tokens):
+        for found, expected in zip(gradients(scores), wanted):
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * expected.abs().max().item())
+
+
+def test_autocast_to_bfloat16_gives_float32_log_probs_close_to_float32_s(tiny):
+    tokens, mask = models.pack(PROMPTS, STORIES)
+    exact = models.token_log_probs(tiny, tokens, mask)
+    with models.Precision(torch.device("cpu"), torch.bfloat16)():
+        rough = models.token_log_probs(tiny, tokens, mask)
+        assert tiny(tokens).dtype == torch.bfloat16
+    assert rough.dtype == torch.float32
+    assert 0 < (rough - exact).abs().max() < 0.2
+    rough.sum().backward()
+    assert all(weight.grad.dtype == torch.float32 and weight.grad.isfinite().all() for weight in tiny.parameters())
+
+
+def test_a_copy_for_writing_leaves_the_model_in_float32(tiny):
+    assert models.for_writing(tiny, torch.float32) is tiny
+    copy = models.for_writing(tiny, torch.bfloat16)
+    assert {weight.dtype for weight in copy.parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in tiny.parameters()} == {torch.float32}
+
+
+# ---- where it runs
+
+
+@pytest.mark.parametrize("name", ["nonsense", "cuda:99", "", "hpu"])
+def test_an_unknown_device_is_a_problem(name):
+    with pytest.raises(data.Problem, match="--device cpu"):
+        models.pick_device(name)
+
+
+@pytest.mark.parametrize("feature", ["amx_bf16", "avx512_bf16"])
+def test_a_cpu_that_multiplies_bfloat16_does_unless_told_otherwise(monkeypatch, feature):
+    monkeypatch.delenv("STORY_FLOAT32", raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True})
+    assert models.pick_device("cpu") == (torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setenv("STORY_FLOAT32", "1")
+    assert models.pick_device("cpu") == (torch.device("cpu"), torch.float32)
+
+
+def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch):
+    monkeypatch.delenv("STORY_FLOAT32", raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    assert models.pick_device("cpu") == (torch.device("cpu"), torch.float32)
+
+
+# ---- checkpoints
+
+
+def problem(path):
+    """The one line that loading a checkpoint ends with."""
+    with pytest.raises(data.Problem) as caught:
+        models.load_checkpoint(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def saved(tmp_path, tiny):
+    path = tmp_path / "some" / "model.pt"
+    models.save_checkpoint(path, tiny, steps=3)
+    return path
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved(saved, tiny):
+    loaded = models.load_checkpoint(saved)
+    assert loaded.config == tiny.config and not loaded.training
+    assert loaded.state_dict().keys() == tiny.state_dict().keys()
+    assert all(torch.equal(weight, tiny.state_dict()[name]) for name, weight in loaded.state_dict().items())
+    assert models.read(saved)["steps"] == 3
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_checkpoint_in_bfloat16_is_loaded_in_float32(tmp_path, tiny):
+    wanted = tiny.embedding.weight.detach().bfloat16().float()
+    models.save_checkpoint(tmp_path / "model.pt", tiny.bfloat16())
+    assert models.read(tmp_path / "model.pt")["model"]["embedding.weight"].dtype == torch.bfloat16
+    assert torch.equal(models.load_checkpoint(tmp_path / "model.pt").embedding.weight, wanted)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_whole(saved, monkeypatch):
+    def fill_up(content, path):
+        Path(path).write_bytes(b"a part of")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    old = saved.read_bytes()
+    monkeypatch.setattr(torch, "save", fill_up)
+    with pytest.raises(data.Problem, match="No space left on device"):
+        models.save_checkpoint(saved, tiny_model(seed=1))
+    assert saved.read_bytes() == old and list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_checkpoint_below_a_file_is_a_problem(saved, tiny):
+    with pytest.raises(data.Problem, match="cannot write"):
+        models.save_checkpoint(saved / "model.pt", tiny)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.9999])
+def test_a_truncated_checkpoint_is_a_problem(saved, share):
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[: int(share * len(whole))])
+    problem(saved)
+
+
+@pytest.mark.parametrize(
+    "content", [b"a text\n", b"abc\n.", b"\x80\x02abc.", b"0abc\n.", b"\x8fabc\n.", b"PK\x03\x04", bytes(1000)], ids=repr
+)
+def test_a_foreign_file_is_a_problem(saved, content):
+    saved.write_bytes(content)
+    problem(saved)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple")
+@pytest.mark.parametrize("content", [torch.zeros(3), [1, 2], None, {}, {"config": 3}], ids=repr)
+def test_a_file_with_other_content_is_a_problem(saved, content):
+    torch.save(content, saved)
+    assert "is not a story model" in problem(saved)
+
+
+def test_a_missing_checkpoint_is_a_problem(tmp_path):
+    assert "there is no checkpoint" in problem(tmp_path / "model.pt")
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_code_in_a_checkpoint_never_runs(saved, tmp_path):
+    proof = tmp_path / "it-ran"
+    content = {"config": Payload(proof)}
+    for write in (lambda: torch.save(content, saved)), (lambda: saved.write_bytes(pickle.dumps(content, protocol=2))):
+        write()
+        problem(saved)
+        assert not proof.exists()
+    pickle.loads(saved.read_bytes())["config"].close()
+    assert proof.exists()  # so the payload does work
+
+
+def test_a_checkpoint_of_another_tokenizer_is_a_problem(saved, tmp_path, monkeypatch):
+    (tmp_path / "other.tiktoken").write_bytes(b"IQ== 0\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "TOKENIZER", tmp_path / "other.tiktoken")
+        assert "another tokenizer" in problem(saved)
+    models.load_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "change", [{"channels": 32}, {"layers": 3}, {"layers": 1}, {"vocabulary": 100}, {"heads": 0}, {"depth": 3}], ids=repr
+)
+def test_a_checkpoint_of_another_shape_than_it_says_is_a_problem(saved, change):
+    content = models.read(saved)
+    content["config"] |= change
+    torch.save(content, saved)
+    assert "is not a story model" in problem(saved)
