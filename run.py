@@ -1,0 +1,173 @@
+"""What every training run shares: its flags, its folders, its clock, saving and resuming, Ctrl-C.
+
+A run is a folder for checkpoints and one of the same name for TensorBoard: `python grpo.py --kl 0.05` writes
+checkpoints/grpo/kl-0.05 and runs/grpo/kl-0.05.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import math
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+import model as models
+from data import Parser, Problem, say
+
+RUNS = Path(__file__).resolve().parent / "runs"
+
+
+def kind(convert, holds, wanted):
+    """An argparse type: text that `convert` takes and for which `holds`; the complaint says what was wanted."""
+
+    def read(text):
+        with contextlib.suppress(ValueError):
+            if holds(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+
+    return read
+
+
+minutes = kind(float, lambda value: 0 < value < math.inf, "a number of minutes above 0")
+weight = kind(lambda text: float(text) + 0.0, lambda value: 0 <= value < math.inf, "a finite number of 0 or more")
+count = kind(int, lambda value: value > 0, "a whole number of 1 or more")
+name = kind(str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch, "a plain name: letters, digits, dots and dashes")
+whole = kind(int, lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295")
+
+
+def flags(description, start, unit="rollouts", budget=10.0):
+    """The parser with the flags that mean the same in every training script."""
+    args = Parser(description)
+    args.add_argument("--minutes", type=minutes, default=budget, help=f"train for so long, and measure once more (default {budget:g})")
+    args.add_argument(f"--{unit}", dest="steps", metavar="N", type=count, help=f"stop after so many {unit}, in place of minutes")
+    args.add_argument("--seed", type=whole, default=1, help="of all that is random (default 1)")
+    if start:
+        shown = Path(start).relative_to(models.CHECKPOINTS.parent)
+        args.add_argument("--from", dest="start", metavar="CHECKPOINT", default=start, help=f"the model to start from (default {shown})")
+    args.add_argument("--name", type=name, help="added to the run's folder, to keep it apart from others")
+    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    args.add_argument("--resume", action="store_true", help="go on with the run of this name where it stopped")
+    args.add_argument("--overwrite", action="store_true", help="throw the run of this name away first")
+    return args
+
+
+def file_hash(path):
+    """What tells one checkpoint file from another."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise Problem(f"cannot read {path}: {error.strerror}") from None
+
+
+class Run:
+    """One training run. Makes its folders, or refuses to where they hold a run already.
+
+    while not run.over():
+        ...
+        run.steps += 1
+    """
+
+    def __init__(self, args, *label):
+        tail = [args.name] * bool(args.name) + [f"seed-{args.seed}"] * (args.seed != 1)
+        label = "-".join(["/".join(label), *tail])
+        self.label, self.args = label, args
+        self.folder = models.CHECKPOINTS / label
+        self.state_file = self.folder / "state.pt"
+        self.device, dtype = models.pick_device(args.device)
+        self.precision = models.Precision(self.device, dtype)
+        self.steps, self.earlier, self.stopped = 0, 0.0, False
+        if args.resume and args.overwrite:
+            raise Problem("--resume and --overwrite exclude each other")
+        if args.resume and not self.state_file.exists():
+            raise Problem(f"nothing to resume: there is no {self.state_file}")
+        if args.resume:
+            self._read_state(args)
+        if getattr(args, "start", None):
+            self.base, self.start_hash = models.load_checkpoint(args.start, self.device), file_hash(args.start)
+            if args.overwrite and Path(args.start).resolve().is_relative_to(self.folder.resolve()):
+                raise Problem(f"--overwrite would throw {args.start} away, which --from names: use --name")
+        if args.overwrite:
+            shutil.rmtree(RUNS / label, ignore_errors=True)
+            for file in set(self.folder.glob("*.pt")) - {self.folder / "model.pt"}:  # that one stays until there is a new one
+                file.unlink(missing_ok=True)
+        elif not args.resume and (any(self.folder.glob("*.pt")) or (RUNS / label).exists()):
+            resume = "--resume goes on with it, " * self.state_file.exists()
+            raise Problem(f"there is a run {label} already: {resume}--overwrite replaces it, --name keeps both")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.writer = SummaryWriter(RUNS / label, purge_step=self.steps + 1 if args.resume else None)
+        except OSError as error:
+            raise Problem(f"cannot write to {error.filename or self.folder}: {error.strerror}") from None
+        models.keep_freed_memory()
+        torch.manual_seed(args.seed)
+        self.random = np.random.default_rng(args.seed)
+        for sort in signal.SIGINT, signal.SIGTERM:
+            signal.signal(sort, self._stop)
+        say(f"{label} on {self.device} in {str(dtype).removeprefix('torch.')}: Ctrl-C stops it as the end of its time does")
+        self.started = time.monotonic()
+
+    def _read_state(self, args):
+        """Counters, and the model that the run started from, which must still be the same file."""
+        self.state = models.read(self.state_file)
+        try:
+            clock = self.state["run"]
+            self.steps, self.earlier, start, known = clock["steps"], clock["minutes"], clock["start"], clock["start_hash"]
+        except (LookupError, TypeError):
+            raise Problem(f"{self.state_file} is not the state of a run: --overwrite starts afresh") from None
+        if start:
+            args.start = RUNS.parent / start
+            if file_hash(args.start) != known:
+                raise Problem(f"{args.start} is no longer the model that this run started from: --overwrite starts afresh")
+
+    def _stop(self, sort, _):
+        if self.stopped:
+            raise KeyboardInterrupt
+        self.stopped = True
+        print("stopping after this step; once more to stop at once", flush=True)
+
+    @property
+    def minutes(self):
+        """Minutes that this run has taken, earlier parts of a resumed one included."""
+        return self.earlier + (time.monotonic() - self.started) / 60
+
+    def share(self):
+        """How much of the run is done, from 0 to 1: steps where they are counted, else time."""
+        done = self.steps / self.args.steps if self.args.steps else self.minutes / self.args.minutes
+        return min(1.0, done)
+
+    def over(self):
+        return self.stopped or self.share() >= 1
+
+    def log(self, scalars):
+        """Scalars to TensorBoard, under the count of steps done."""
+        for key, value in scalars.items():
+            self.writer.add_scalar(key, value, self.steps)
+
+    def save_state(self, **parts):
+        """Write all that a resumed run needs: weights, optimizers, random states, counters."""
+        states = {key: part.state_dict() if hasattr(part, "state_dict") else part for key, part in parts.items()}
+        clock = {"steps": self.steps, "minutes": self.minutes, "start": "", "start_hash": ""}
+        if start := getattr(self.args, "start", None):
+            clock |= {"start": os.path.relpath(start, RUNS.parent), "start_hash": self.start_hash}
+        clock |= {"torch_random": torch.get_rng_state(), "numpy_random": self.random.bit_generator.state}
+        models.save({**states, "run": clock}, self.state_file)
+
+    def load_state(self, **parts):
+        """The reverse, into parts that have a `load_state_dict`. Returns all that was saved."""
+        torch.set_rng_state(self.state["run"]["torch_random"])
+        self.random.bit_generator.state = self.state["run"]["numpy_random"]
+        for key, part in parts.items():
+            part.load_state_dict(self.state[key])
+        return vars(self).pop("state")
+
+    def close(self):
+        self.writer.close()
