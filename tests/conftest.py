@@ -9,7 +9,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
+import evaluate
 import model as models
+import run as runs
 
 torch.set_num_threads(1)  # the models here are so small that a second thread only waits
 
@@ -27,3 +29,16 @@ def tiny_model(seed=0, vocabulary=data.VOCABULARY, context=256):
         if weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.3)
     return model.eval()
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch):
+    """Runs and checkpoints go to a temporary folder, with a tiny fine-tuned model in it."""
+    checkpoints = tmp_path / "checkpoints"
+    for module in (evaluate, models):
+        for name, path in ("CHECKPOINTS", checkpoints), ("FINETUNED", checkpoints / "finetuned" / "model.pt"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, path)
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    models.save_checkpoint(checkpoints / "finetuned" / "model.pt", tiny_model())
+    return tmp_path
