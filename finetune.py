@@ -1,0 +1,95 @@
+"""From plain stories to instructions.
+
+    python finetune.py --minutes 28 --overwrite     checkpoints/finetuned/model.pt, as it ships
+
+The stories teach themselves: a training story that uses a noun, a verb and an adjective of our lists is preceded by the
+instruction that asks for these three. The loss is on the story's tokens alone, its end of text included, and the first
+mention of each asked word counts more. Only stories that fit `STORY_TOKENS` are taken, so the model learns to end within them.
+"""
+
+import re
+from collections import Counter
+
+import numpy as np
+import torch
+
+from data import (
+    END,
+    STORY_TOKENS,
+    Problem,
+    decode,
+    encode,
+    instruction,
+    read_words,
+)
+from model import pack
+
+STORIES = 16  # a step
+ASKED_COUNT = 10  # what an asked word's first mention counts in the loss: copying has to be learned from few tokens
+MUON, ADAM = 0.01, 0.0015  # learning rates: half of pretraining's
+
+
+class Instructions:
+    """An endless stream of (words, story tokens), made from the stories in a token file."""
+
+    def __init__(self, tokens, random):
+        self.tokens, self.random = tokens, random
+        ends = np.flatnonzero(np.asarray(tokens) == END) + 1
+        starts = np.concatenate([[0], ends])[:-1]
+        fits = ends - starts <= STORY_TOKENS
+        self.bounds = np.stack([starts, ends], 1)[fits]
+        self.kinds = [set(read_words(kind)) for kind in ("nouns", "verbs", "adjectives")]
+        self.asked = Counter()
+        self.order = np.empty(0, dtype=np.int64)
+
+    def words(self, text):
+        """Three listed words that a text uses, one of each kind, in random order; None where it lacks a kind.
+
+        Words that were asked for less often so far are likelier, so that the rare ones are learned too.
+        """
+        found = set(re.findall(r"\w+", text.lower()))  # whole words, as `rewards.count` takes them
+        words = []
+        for kind in self.kinds:
+            usable = sorted(kind & found)
+            if not usable:
+                return None
+            weights = np.array([1 / (1 + self.asked[word]) for word in usable])
+            words.append(usable[self.random.choice(len(usable), p=weights / weights.sum())])
+        self.asked.update(words)
+        self.random.shuffle(words)
+        return words
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        for _ in range(2 * len(self.bounds)):  # one whole pass at least
+            if not len(self.order):
+                self.order = self.random.permutation(len(self.bounds))
+            start, end = self.bounds[self.order[-1]]
+            self.order = self.order[:-1]
+            story = self.tokens[start:end].tolist()
+            if words := self.words(decode(story)):
+                return words, story
+        raise Problem(f"no story of data/train.bin has a listed noun, verb and adjective within {STORY_TOKENS} tokens: run python data.py")
+
+    def state_dict(self):
+        return {"order": torch.from_numpy(self.order.copy()), "asked": dict(self.asked)}
+
+    def load_state_dict(self, state):
+        self.order, self.asked = state["order"].numpy(), Counter(state["asked"])
+
+
+def batch(examples, device):
+    """Pack (words, story) pairs. Returns tokens and what each counts in the loss: (stories, longest - 1)."""
+    words, stories = zip(*examples)
+    prompts = [encode(instruction(each)) for each in words]
+    tokens, counts = pack(prompts, stories)
+    for row, (prompt, story) in enumerate(zip(prompts, stories)):
+        for piece in [encode(f" {word}") for word in words[row]]:
+            for start in range(len(story) - len(piece) + 1):
+                end = start + len(piece)
+                if story[start:end] == piece and not decode(story[end : end + 1])[:1].isalpha():  # not the "bear" of "bearing"
+                    counts[row, len(prompt) - 1 + start :][: len(piece)] = ASKED_COUNT
+                    break
+    return tokens.to(device), counts.to(device)
