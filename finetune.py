@@ -20,9 +20,15 @@ from data import (
     decode,
     encode,
     instruction,
+    load_tokens,
+    main_guard,
+    progress,
     read_words,
+    say,
 )
-from model import pack
+from model import CHECKPOINTS, pack, save_checkpoint
+from pretrain import optimizers, set_rate, train_step
+from run import Run, flags
 
 STORIES = 16  # a step
 ASKED_COUNT = 10  # what an asked word's first mention counts in the loss: copying has to be learned from few tokens
@@ -93,3 +99,35 @@ def batch(examples, device):
                     counts[row, len(prompt) - 1 + start :][: len(piece)] = ASKED_COUNT
                     break
     return tokens.to(device), counts.to(device)
+
+
+def main():
+    args = flags(__doc__, CHECKPOINTS / "pretrained" / "model.pt", unit="steps", budget=28.0).parse_args()
+    tokens = load_tokens("train")
+    run = Run(args, "finetuned")
+    model, instructions = run.base, Instructions(tokens, run.random)
+    muon, adam = optimizers(model, MUON, ADAM, run.precision.dtype)
+    parts = {"model": model, "muon": muon, "adam": adam, "instructions": instructions}
+    if args.resume:
+        run.load_state(**parts)
+    measured = run.share()
+    while not run.over():
+        set_rate([muon, adam], run.share())
+        examples = batch([next(instructions) for _ in range(STORIES)], run.device)
+        loss = train_step(run, model, [muon, adam], [examples])
+        run.steps += 1
+        run.log({"train/loss": loss})
+        progress(run.share(), 1, f"loss {loss:.3f}")
+        if run.steps % 20 == 0:
+            say(f"step {run.steps}  {run.minutes:.1f} min  loss {loss:.3f}")
+        if run.share() - measured > 0.1:
+            measured = run.share()
+            run.save_state(**parts)
+    run.save_state(**parts)
+    save_checkpoint(run.folder / "model.pt", model.bfloat16(), steps=run.steps)
+    run.close()
+    say(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} steps")
+
+
+if __name__ == "__main__":
+    main_guard(main)
