@@ -1,8 +1,18 @@
-"""Writing stories, many at once."""
+"""Writing stories.
+
+python sample.py kite river brave                 one story, printed as it is written
+python sample.py --count 8 --seed 3               eight about rain, cake and jump, with their scores
+python sample.py --greedy --from checkpoints/grpo/kl-0.05/model.pt
+"""
+
+import codecs
+import secrets
 
 import torch
 
-from data import END, Problem
+from data import DEMO, END, STORY_TOKENS, Parser, Problem, decode, encode, encoding, instruction, main_guard
+from model import FINETUNED, for_writing, load_checkpoint, pick_device
+from rewards import check_words, words_used
 
 
 def choose(logits, uniforms, temperature=1.0, top_k=None):
@@ -72,3 +82,55 @@ def generate(model, prompts, max_tokens, temperature=1.0, top_k=None, generator=
         for row, token in zip(rows.tolist(), tokens.tolist()):
             stories[row].append(token)
     return stories
+
+
+def write(model, words, max_tokens=STORY_TOKENS, temperature=1.0, generator=None, show=lambda piece: None):
+    """Write one story with these words, as text. `show` is called with each piece of text as soon as it is written."""
+    text, pieces = "", codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+    for _, tokens in tokens_written(model, [encode(instruction(words))], max_tokens, temperature, None, generator):
+        if (token := tokens.item()) != END:
+            text += (piece := pieces.decode(encoding().decode_single_token_bytes(token)))
+            show(piece)
+    if piece := pieces.decode(b"", final=True):  # what a story cut off in the middle of a character leaves
+        show(piece)
+    return text + piece
+
+
+def check_ask(words):
+    """The three words of an ask, lower case; raises `Problem` if no story could use them."""
+    if len(words) != 3:
+        raise Problem(f"a story is asked for with three words, not {len(words)}: python sample.py kite river brave")
+    check_words(words)
+    return tuple(word.lower() for word in words)
+
+
+def main():
+    args = Parser(__doc__)
+    args.add_argument("words", nargs="*", metavar="WORD", help="three words for the story to use (default: rain cake jump)")
+    args.add_argument("--count", type=int, default=1, help="how many stories to write (default 1)")
+    args.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    args.add_argument("--seed", type=int, help="write the same again (default: another story each time)")
+    args.add_argument("--from", dest="start", metavar="FILE", default=FINETUNED, help="who writes (default checkpoints/finetuned/model.pt)")
+    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    args = args.parse_args()
+    words = check_ask(args.words or DEMO)
+    if args.count < 1:
+        raise Problem(f"--count {args.count}: at least one story")
+    if args.seed is not None and not 0 <= args.seed < 2**63:
+        raise Problem(f"--seed {args.seed}: a whole number from 0 on, below 2^63")
+    device, dtype = pick_device(args.device)
+    model = for_writing(load_checkpoint(args.start, device), dtype)
+    generator = torch.Generator().manual_seed(secrets.randbits(32) if args.seed is None else args.seed)
+    temperature = 0.0 if args.greedy else 1.0
+    if args.count == 1:
+        write(model, words, temperature=temperature, generator=generator, show=lambda piece: print(piece, end="", flush=True))
+        print()
+        return
+    prompts = [encode(instruction(words))] * args.count
+    for story in generate(model, prompts, STORY_TOKENS, temperature, generator=generator):
+        text = decode(story)
+        print(f"--- words used {words_used(text, words):.2f}, {len(story)} tokens{', cut off' * (story[-1] != END)}\n{text}\n")
+
+
+if __name__ == "__main__":
+    main_guard(main)

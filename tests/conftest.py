@@ -10,8 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
 import evaluate
+import finetune
 import model as models
 import run as runs
+import sample
 
 torch.set_num_threads(1)  # the models here are so small that a second thread only waits
 
@@ -35,7 +37,7 @@ def tiny_model(seed=0, vocabulary=data.VOCABULARY, context=256):
 def workshop(tmp_path, monkeypatch):
     """Runs and checkpoints go to a temporary folder, with a tiny fine-tuned model in it."""
     checkpoints = tmp_path / "checkpoints"
-    for module in (evaluate, models):
+    for module in (evaluate, finetune, models, sample):
         for name, path in ("CHECKPOINTS", checkpoints), ("FINETUNED", checkpoints / "finetuned" / "model.pt"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, path)
