@@ -13,6 +13,7 @@ from collections import Counter
 import numpy as np
 import torch
 
+import evaluate
 from data import (
     END,
     STORY_TOKENS,
@@ -20,6 +21,7 @@ from data import (
     decode,
     encode,
     instruction,
+    load_instructions,
     load_tokens,
     main_guard,
     progress,
@@ -101,6 +103,12 @@ def batch(examples, device):
     return tokens.to(device), counts.to(device)
 
 
+def follows(model, precision, asks):
+    """Share of words used with the asked words, the same against the next ask's words, and the share that ends."""
+    texts, stories = evaluate.write_all(model, precision, asks)
+    return evaluate.words_rate(texts, asks), evaluate.words_rate(texts, asks[1:] + asks[:1]), evaluate.ended_rate(stories)
+
+
 def main():
     args = flags(__doc__, CHECKPOINTS / "pretrained" / "model.pt", unit="steps", budget=28.0).parse_args()
     tokens = load_tokens("train")
@@ -110,6 +118,15 @@ def main():
     parts = {"model": model, "muon": muon, "adam": adam, "instructions": instructions}
     if args.resume:
         run.load_state(**parts)
+    plain = evaluate.load_plain()
+
+    def measure(asks):
+        used, other, ended = follows(model, run.precision, asks)
+        with run.precision():
+            bits = evaluate.bits_per_byte(model, plain)
+        run.log({"eval/words_used": used, "eval/other_words_used": other, "eval/ended": ended, "eval/plain_loss": bits})
+        say(f"words used {used:.1%}, another ask's {other:.1%}, ended {ended:.1%}, plain stories {bits:.4f} bits per byte")
+
     measured = run.share()
     while not run.over():
         set_rate([muon, adam], run.share())
@@ -122,8 +139,10 @@ def main():
             say(f"step {run.steps}  {run.minutes:.1f} min  loss {loss:.3f}")
         if run.share() - measured > 0.1:
             measured = run.share()
+            measure(load_instructions()[:50])
             run.save_state(**parts)
     run.save_state(**parts)
+    measure(load_instructions())
     save_checkpoint(run.folder / "model.pt", model.bfloat16(), steps=run.steps)
     run.close()
     say(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} steps")
