@@ -1,21 +1,28 @@
 """PPO: reinforcement learning with a critic. Schulman et al. 2017, https://arxiv.org/abs/1707.06347.
 
-First the rollout: stories, their rewards, and what the update needs to remember of them.
+The rollout, and two passes of clipped updates over it.
 """
 
 import dataclasses
 import math
 
+import numpy as np
 import torch
+from torch import nn
 
 import evaluate
 from data import STORY_TOKENS, Problem, decode, encode, instruction
+from evaluate import kl_terms
 from model import for_writing, log_probs, pack, story_channels, token_log_probs
 from rewards import words_used
 from sample import generate
 
 STORIES = 128  # a rollout
+CLIP = 0.2
+EPOCHS = 2
 MINIBATCH = 16
+PIECE = 8  # stories whose gradients are computed at once: less memory, the same sum
+LEARNING_RATE = 5e-5
 
 
 # ---- the rollout: write, score, and what the update needs to remember
@@ -61,3 +68,52 @@ def score(texts, asks):
                 f"the reward of a story with {', '.join(words)} is {reward}, not a finite number: see rewards.py; it begins {text[:40]!r}"
             )
     return torch.tensor(rewards)
+
+
+# ---- the update
+
+
+def surrogate(ratio, advantages):
+    """The clipped objective, per token: Schulman et al. 2017, equation 7. The smaller of the two, whatever the sign."""
+    return torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+
+
+def clipped(ratio, advantages):
+    """Where the minimum really took the clipped side, so that the token's gradient is zero."""
+    return ((ratio > 1 + CLIP) & (advantages > 0)) | ((ratio < 1 - CLIP) & (advantages < 0))
+
+
+def update(model, optimizer, batch, advantages, method, kl, precision):
+    """Two passes over a rollout in shuffled minibatches. advantages: (stories, longest - 1). Returns means to log."""
+    logged = []
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(batch.tokens)).split(MINIBATCH):
+            method.learn(batch, rows)
+            weights = method.weights(batch.mask[rows])  # (minibatch, longest - 1): what each token counts in the loss
+            if kl == 0:  # stories without advantage then add nothing, and AdamW moves weights even on a zero gradient
+                moving = (advantages[rows] != 0).any(1).cpu()
+                rows, weights = rows[moving], weights[moving]
+            if len(rows):
+                logged.append(policy_step(model, optimizer, batch, rows, advantages, weights, kl, precision))
+    return {key: float(np.mean([each[key] for each in logged])) for key in logged[0]} if logged else {}
+
+
+def policy_step(model, optimizer, batch, rows, advantages, weights, kl, precision):
+    """One optimizer step on a minibatch, its gradient summed over pieces. Returns what to log, means over its tokens."""
+    tokens = batch.mask[rows].sum()
+    sums = {"update/loss": 0.0, "update/clip_fraction": 0.0, "update/ratio": 0.0}
+    for part, counts in zip(rows.split(PIECE), weights.split(PIECE)):
+        mask, advantage = batch.mask[part], advantages[part]
+        with precision():
+            new = token_log_probs(model, batch.tokens[part], mask)  # (piece, longest - 1)
+        ratio = (new - batch.log_probs[part]).exp()
+        terms = kl * kl_terms(new, batch.reference[part]) - surrogate(ratio, advantage)
+        loss = (counts * terms).sum()
+        loss.backward()
+        sums["update/loss"] += loss.item()
+        sums["update/clip_fraction"] += (clipped(ratio, advantage) * mask / tokens).sum().item()
+        sums["update/ratio"] += (ratio.detach() * mask / tokens).sum().item()
+    sums["update/grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return sums
