@@ -1,6 +1,6 @@
 """PPO: reinforcement learning with a critic. Schulman et al. 2017, https://arxiv.org/abs/1707.06347.
 
-The rollout, and two passes of clipped updates over it.
+The rollout, two passes of clipped updates over it, and the critic that says what was to be expected.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import evaluate
-from data import STORY_TOKENS, Problem, decode, encode, instruction
+from data import STORY_TOKENS, Problem, decode, encode, instruction, load_asks
 from evaluate import kl_terms
 from model import for_writing, log_probs, pack, story_channels, token_log_probs
 from rewards import words_used
@@ -23,6 +23,7 @@ EPOCHS = 2
 MINIBATCH = 16
 PIECE = 8  # stories whose gradients are computed at once: less memory, the same sum
 LEARNING_RATE = 5e-5
+CRITIC_RATE, CRITIC_BIAS_RATE = 1e-4, 0.1
 
 
 # ---- the rollout: write, score, and what the update needs to remember
@@ -117,3 +118,72 @@ def policy_step(model, optimizer, batch, rows, advantages, weights, kl, precisio
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sums
+
+
+# ---- what is PPO's own
+
+
+class Critic(nn.Module):
+    """What a story is expected to be worth, seen just before each of its tokens: one linear layer, zero at first."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.linear = nn.Linear(channels, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, channels):
+        """(..., channels) -> (...,). The channels get no gradient."""
+        return self.linear(channels.detach()).squeeze(-1)
+
+
+def explained_variance(values, returns, mask):
+    """1 - Var[return - value] / Var[return] over story tokens: 1 is a perfect critic, 0 one that knows only the mean."""
+    chosen = mask.bool()
+    left, all_of_it = (returns - values)[chosen], returns[chosen]
+    tied = (all_of_it == all_of_it[:1]).all()  # by comparing: the variance of many a third is not quite zero
+    return math.nan if tied else (1 - left.var() / all_of_it.var()).item()
+
+
+class PPO:
+    """What PPO does its own way. `grpo.GRPO` has the same four methods."""
+
+    def __init__(self, model):
+        self.critic = Critic(model.config.channels).to(model.cos.device)
+        # The bias learns the mean reward at once: at the weights' rate, all of them would first bend to make up for it.
+        bias = {"params": [self.critic.linear.bias], "lr": CRITIC_BIAS_RATE}
+        weights = {"params": [self.critic.linear.weight], "lr": CRITIC_RATE}
+        self.optimizer = torch.optim.AdamW([weights, bias], weight_decay=0.0)
+
+    def ask(self, random):
+        """128 different instructions, a story each."""
+        asks = load_asks()
+        return [asks[number] for number in random.choice(len(asks), STORIES, replace=False)]
+
+    def advantages(self, batch):
+        """Reward minus value, for each token: (stories, longest - 1), and what to log."""
+        with torch.no_grad():
+            values = self.critic(batch.channels)
+        returns = batch.rewards[:, None].expand_as(values)
+        log = {"critic/loss": ((returns - values)[batch.mask.bool()] ** 2).mean().item()}
+        log["critic/explained_variance"] = explained_variance(values, returns, batch.mask)
+        return (returns - values) * batch.mask, log
+
+    def weights(self, mask):
+        """A mean over all story tokens of the minibatch."""
+        return mask / mask.sum().clamp(min=1)
+
+    def learn(self, batch, rows):
+        """One step of the critic towards the rewards."""
+        mask = batch.mask[rows]
+        error = self.critic(batch.channels[rows]) - batch.rewards[rows, None]
+        (error**2 * self.weights(mask)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self):
+        return {"critic": self.critic.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.critic.load_state_dict(state["critic"])
+        self.optimizer.load_state_dict(state["optimizer"])
