@@ -1,21 +1,30 @@
 """PPO: reinforcement learning with a critic. Schulman et al. 2017, https://arxiv.org/abs/1707.06347.
 
-The rollout, two passes of clipped updates over it, and the critic that says what was to be expected.
+    python ppo.py --minutes 10 --kl 0.05        checkpoints/ppo/kl-0.05/model.pt, runs/ppo/kl-0.05
+
+One story for each of 128 instructions, its reward, and how much better that is than the critic expected just before each
+token; then two passes of clipped updates. Simpler than the usual PPO on language models: the critic is one linear layer
+on the policy's channels, the reward comes at the story's end with no discount, so a token's advantage is the reward
+minus the critic's value (generalised advantage estimation with lambda 1), and the KL is in the loss.
 """
 
+import copy
 import dataclasses
+import functools
 import math
+import time
 
 import numpy as np
 import torch
 from torch import nn
 
 import evaluate
-from data import STORY_TOKENS, Problem, decode, encode, instruction, load_asks
+from data import DEMO, STORY_TOKENS, Problem, decode, encode, instruction, load_asks, load_instructions, main_guard
 from evaluate import kl_terms
-from model import for_writing, log_probs, pack, story_channels, token_log_probs
+from model import FINETUNED, for_writing, log_probs, pack, save_checkpoint, story_channels, token_log_probs
 from rewards import words_used
-from sample import generate
+from run import Run, flags, weight
+from sample import generate, write
 
 STORIES = 128  # a rollout
 CLIP = 0.2
@@ -24,6 +33,8 @@ MINIBATCH = 16
 PIECE = 8  # stories whose gradients are computed at once: less memory, the same sum
 LEARNING_RATE = 5e-5
 CRITIC_RATE, CRITIC_BIAS_RATE = 1e-4, 0.1
+MEASURE_EVERY = 10  # rollouts
+MEASURE_ASKS = 50
 
 
 # ---- the rollout: write, score, and what the update needs to remember
@@ -187,3 +198,92 @@ class PPO:
     def load_state_dict(self, state):
         self.critic.load_state_dict(state["critic"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+# ---- the run, the same for both methods
+
+
+def train(run, method, kl):
+    """Rollouts until the time is over; every ten, an evaluation, the demo story and a checkpoint."""
+    model, reference = run.base, copy.deepcopy(run.base)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    parts = {"model": model, "optimizer": optimizer, "method": method}
+    if run.args.resume:
+        run.load_state(**parts)
+    measure = functools.partial(report, run, model, parts, "rollout")
+    if not run.steps:
+        measure()
+    while not run.over():
+        start = time.perf_counter()
+        asks = method.ask(run.random)
+        batch = rollout(model, reference, asks, run.precision)
+        advantages, own = method.advantages(batch)
+        figures = update(model, optimizer, batch, advantages, method, kl, run.precision)
+        run.steps += 1
+        tokens = batch.mask.sum().item()
+        kl_now = (kl_terms(batch.log_probs, batch.reference) * batch.mask).sum(1).mean().item()
+        speed = len(asks) / (time.perf_counter() - start)
+        reward, length = batch.rewards.mean().item(), tokens / len(asks)
+        run.log({**figures, **own, "rollout/reward": reward, "rollout/kl": kl_now, "rollout/ended": batch.ended})
+        # the mean of -log p over tokens drawn from p is an estimate of p's entropy
+        run.log({"rollout/length": length, "rollout/entropy": -batch.log_probs.sum().item() / tokens, "speed/stories_per_second": speed})
+        run.writer.add_text("rollout/group", as_text(group_text(asks, batch, advantages)), run.steps)
+        tied = f"  tied {own['rollout/tied_groups']}" if "rollout/tied_groups" in own else ""
+        print(
+            f"rollout {run.steps}  {run.minutes:.1f} min  reward {reward:.3f}  KL {kl_now:.2f}{tied}  "
+            f"ended {batch.ended:.0%}  {speed:.1f} stories/s",
+            flush=True,
+        )
+        if run.steps % MEASURE_EVERY == 0:
+            measure()
+    if run.steps % MEASURE_EVERY:
+        measure()
+    save_checkpoint(run.folder / "model.pt", model, steps=run.steps)
+    run.close()
+    print(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} rollouts; tensorboard --logdir runs")
+
+
+def report(run, model, parts, unit, reference=None):
+    """Measure on held-out asks and plain stories, log and print it with the demo story, save what a resumed run needs."""
+    figures = evaluate.measure(model, run.precision, load_instructions()[:MEASURE_ASKS], 2, evaluate.load_plain(), reference)
+    story = write(for_writing(model, run.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
+    names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}
+    run.log({name: figures[key] for name, key in names.items() if figures[key] is not None})
+    run.writer.add_text("demo/story", as_text(story), run.steps)
+    kl = "" if figures["kl"] is None else f", KL {figures['kl']:.2f}"
+    print(
+        f"held-out asks after {run.steps} {unit}s: words used {figures['words_used']:.1%}, ended {figures['ended']:.0%}, "
+        f"plain stories {figures['plain_bits_per_byte']:.4f} bits per byte{kl}\n  {' '.join(story.split())}",
+        flush=True,
+    )
+    run.save_state(**parts)
+    if run.steps:
+        save_checkpoint(run.folder / f"{unit}-{run.steps}.pt", model, steps=run.steps)
+
+
+def as_text(story):
+    """Preformatted, as TensorBoard reads Markdown: four spaces before each line."""
+    return "\n".join("    " + line for line in story.splitlines())
+
+
+def group_text(asks, batch, advantages):
+    """The first eight stories of a rollout, a group in GRPO, with reward and mean advantage."""
+    means = advantages.sum(1) / batch.mask.sum(1).clamp(min=1)
+    rows = zip(asks[:8], batch.texts, batch.rewards.tolist(), means.tolist())
+    return "\n\n".join(f"{', '.join(words)}: reward {reward:.2f}, advantage {mean:+.2f}\n{text}" for words, text, reward, mean in rows)
+
+
+def arguments(description):
+    args = flags(description, FINETUNED)
+    args.add_argument("--kl", type=weight, default=0.05, help="weight of the KL from the reference in the loss (default 0.05)")
+    return args.parse_args()
+
+
+def main():
+    args = arguments(__doc__)
+    run = Run(args, "ppo", f"kl-{args.kl:g}")
+    train(run, PPO(run.base), args.kl)
+
+
+if __name__ == "__main__":
+    main_guard(main)
