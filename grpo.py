@@ -15,6 +15,22 @@ GROUP = 8  # stories an instruction
 assert PROMPTS * GROUP == STORIES  # so that both methods write as many
 
 
+def group_advantages(rewards, group=GROUP):
+    """How much better each story is than its group: Shao et al. 2024, section 4.1.2.
+
+    rewards: (stories,), the stories of a group side by side. Returns advantages (stories,), the reward less the group's
+    mean, over its standard deviation (n - 1) plus 1e-4, and tied (groups,), true where all rewards of a group are equal;
+    there the advantages are exactly zero.
+
+        group_advantages(tensor([0., 1., 1., 1.]), group=4)   ->   [-1.4997, 0.4999, 0.4999, 0.4999], [False]
+    """
+    groups = rewards.view(-1, group)  # (groups, group)
+    tied = (groups == groups[:, :1]).all(1)  # by comparing: a spread that is rounding alone is no spread
+    centred = groups - groups.mean(1, keepdim=True)
+    advantages = centred / (groups.std(1, keepdim=True) + 1e-4)
+    return advantages.masked_fill(tied[:, None], 0.0).flatten(), tied
+
+
 class GRPO:
     """What GRPO does its own way, method by method against `ppo.PPO`."""
 
@@ -22,6 +38,11 @@ class GRPO:
         """16 different instructions, eight stories each; a group's rows stand together."""
         asks = load_asks()
         return [asks[number] for number in random.choice(len(asks), PROMPTS, replace=False) for _ in range(GROUP)]
+
+    def advantages(self, batch):
+        """The story's advantage for each of its tokens: (stories, longest - 1), and what to log."""
+        advantages, tied = group_advantages(batch.rewards)
+        return advantages[:, None] * batch.mask, {"rollout/tied_groups": int(tied.sum())}
 
     def weights(self, mask):
         """A mean over each story's tokens, then over the stories."""
