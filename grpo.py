@@ -7,8 +7,9 @@ the rollout, the ratio, the clip, the KL, the loop, is `ppo.py`'s. Against DeepS
 question, a reward model, one update a rollout) this is small, and the reward is a rule.
 """
 
-from data import load_asks
-from ppo import STORIES
+from data import load_asks, main_guard
+from ppo import STORIES, arguments, train
+from run import Run
 
 PROMPTS = 16  # instructions a rollout
 GROUP = 8  # stories an instruction
@@ -56,3 +57,13 @@ class GRPO:
 
     def load_state_dict(self, state):
         """Nothing to restore."""
+
+
+def main():
+    args = arguments(__doc__)
+    run = Run(args, "grpo", f"kl-{args.kl:g}")
+    train(run, GRPO(), args.kl)
+
+
+if __name__ == "__main__":
+    main_guard(main)

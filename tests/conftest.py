@@ -1,5 +1,7 @@
 """What the tests share: a tiny random model, and folders of their own for all that is written."""
 
+import random
+import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import evaluate
 import finetune
+import grpo
 import model as models
+import ppo
 import run as runs
 import sample
 
@@ -37,10 +41,48 @@ def tiny_model(seed=0, vocabulary=data.VOCABULARY, context=256):
 def workshop(tmp_path, monkeypatch):
     """Runs and checkpoints go to a temporary folder, with a tiny fine-tuned model in it."""
     checkpoints = tmp_path / "checkpoints"
-    for module in (evaluate, finetune, models, sample):
+    for module in (evaluate, finetune, models, ppo, sample):
         for name, path in ("CHECKPOINTS", checkpoints), ("FINETUNED", checkpoints / "finetuned" / "model.pt"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, path)
     monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
     models.save_checkpoint(checkpoints / "finetuned" / "model.pt", tiny_model())
     return tmp_path
+
+
+@pytest.fixture
+def quick(workshop, monkeypatch):
+    """A function that runs a script's `main` with some flags: short stories, small rollouts, two asks to measure on."""
+    monkeypatch.setenv("STORY_FLOAT32", "1")
+    for module in ppo, evaluate:
+        monkeypatch.setattr(module, "STORY_TOKENS", 12)
+    monkeypatch.setattr(ppo, "STORIES", 16)
+    monkeypatch.setattr(grpo, "PROMPTS", 2)
+    monkeypatch.setattr(ppo, "MEASURE_ASKS", 2)
+    monkeypatch.setattr(evaluate, "load_plain", lambda: [[*data.encode("Once upon a time."), data.END]])
+    monkeypatch.setattr(ppo, "write", lambda *_, **__: "Once.")
+    monkeypatch.setattr(models, "keep_freed_memory", lambda: None)
+    handlers = {sort: signal.getsignal(sort) for sort in (signal.SIGINT, signal.SIGTERM)}
+
+    def start(script, *argv):
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, argv)])
+        script.main()
+
+    yield start
+    for sort, handler in handlers.items():
+        signal.signal(sort, handler)
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """A function that makes a rollout whose rewards, and stories if need be, a test has chosen. Two models score it."""
+
+    def make(model, reference, rewards, stories=None):
+        draw, left = random.Random(0), iter(rewards)
+        if not stories:  # of 1 to 7 tokens, every other one with its end
+            stories = [[draw.randrange(data.END) for _ in range(number % 7)] + [data.END - number % 2] for number in range(len(rewards))]
+        monkeypatch.setattr(ppo, "generate", lambda *_: stories)
+        monkeypatch.setattr(ppo, "words_used", lambda *_: next(left))
+        return ppo.rollout(model, reference, data.load_asks()[: len(rewards)], models.Precision(torch.device("cpu"), torch.float32))
+
+    return make

@@ -1,0 +1,381 @@
+import gc
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from by_hand import FLOAT32, Recorder, nudged, plain_loss
+from conftest import tiny_model
+
+import data
+import evaluate
+import grpo
+import model as models
+import ppo
+import rewards
+import sample
+
+THIRDS = [0.0, 1 / 3, 2 / 3, 1.0]
+MIXED = [THIRDS[number * 7 % 4] for number in range(16)]
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """All that is float32 is float64 here, so that two ways to one number agree in all digits that matter."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def ratios(monkeypatch):
+    """What the update hands to `surrogate`, piece by piece: a growing list of the ratios of whole pieces."""
+    seen, surrogate = [], ppo.surrogate
+    monkeypatch.setattr(ppo, "surrogate", lambda ratio, advantages: (seen.append(ratio.detach()), surrogate(ratio, advantages))[1])
+    return seen
+
+
+def made_up(rewards, channels, lengths):
+    """A rollout of nothing but what the critic reads."""
+    mask = (torch.arange(channels.shape[1]) < torch.tensor(lengths)[:, None]).float()
+    return ppo.Rollout([], rewards, torch.zeros(len(mask), channels.shape[1] + 1), mask, mask * 0, mask * 0, channels, 0.0)
+
+
+def weights_of(module):
+    return [weight.detach().clone() for weight in module.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---- the rollout
+
+
+def test_ppo_asks_128_different_things_of_the_training_asks():
+    asks = ppo.PPO(tiny_model()).ask(np.random.default_rng(1))
+    assert len(asks) == len(set(asks)) == 128 and set(asks) <= set(data.load_asks())
+
+
+def test_log_probs_of_a_rollout_are_those_of_a_full_forward_for_each_story_alone(tiny, staged):
+    stories = [[5, 6, 7, data.END], [9], [data.END], [8, data.END, 4, 3]]
+    other = tiny_model(1)
+    batch = staged(tiny, other, [0.0, 0.0, 0.0, 1.0], stories)
+    for row, (words, story) in enumerate(zip(data.load_asks(), stories)):
+        prompt = data.encode(data.instruction(words))
+        for model, found in (tiny, batch.log_probs), (other, batch.reference):
+            scores = model(torch.tensor([prompt + story]))[0].log_softmax(-1)
+            for place, token in enumerate(story, len(prompt)):  # the token at `place` is predicted at `place - 1`
+                assert found[row, place - 1].item() == pytest.approx(scores[place - 1, token].item(), abs=1e-5)
+            assert found[row].count_nonzero() == len(story) == batch.mask[row].sum()
+
+
+def test_log_probs_written_down_while_sampling_are_those_of_the_rollout(tiny, monkeypatch):
+    written, choose = [], sample.choose
+
+    def listening(logits, *rest):
+        chosen = choose(logits, *rest)
+        written.append(logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0])
+        return chosen
+
+    monkeypatch.setattr(sample, "choose", listening)
+    monkeypatch.setattr(ppo, "STORY_TOKENS", 12)
+    torch.manual_seed(1)
+    batch = ppo.rollout(tiny, tiny, [data.load_asks()[0]] * 6, FLOAT32)
+    assert batch.mask.sum(1).tolist() == [12] * 6  # none ended, so no row was dropped: step by step, row by row
+    torch.testing.assert_close(batch.log_probs[batch.mask.bool()].view(6, 12), torch.stack(written, 1), atol=1e-5, rtol=0)
+
+
+def test_a_story_keeps_the_end_it_wrote_and_gets_none_that_it_did_not(tiny, staged):
+    batch = staged(tiny, tiny, [0.0, 0.0], [[5, data.END], [5, 6, 7]])
+    written = [batch.tokens[row, 1:][batch.mask[row].bool()].tolist() for row in range(2)]
+    assert written == [[5, data.END], [5, 6, 7]] and batch.ended == 0.5
+
+
+def test_what_the_critic_reads_before_a_token_has_not_seen_it(tiny, staged):
+    one, other = (staged(tiny, tiny, [0.0], [[5, 6, token, 8]]).channels[0] for token in (7, 70))
+    before = len(data.encode(data.instruction(data.load_asks()[0]))) - 1
+    assert torch.equal(one[: before + 3], other[: before + 3]) and one[before + 2].any()  # before the first three tokens
+    assert not torch.isclose(one[before + 3], other[before + 3]).all()  # before the fourth, the third has been read
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_finite_number_is_named(tiny, staged, reward):
+    with pytest.raises(data.Problem, match=f"{', '.join(data.load_asks()[1])} is {reward}, not a finite number"):
+        staged(tiny, tiny, [0.0, reward])
+
+
+def test_a_bad_reward_ends_a_run_before_any_weight_moves(quick, workshop, monkeypatch):
+    monkeypatch.setattr(ppo, "words_used", lambda *_: math.nan)
+    with pytest.raises(data.Problem, match="not a finite number"):
+        quick(ppo, "--rollouts", 1)
+    start = models.load_checkpoint(workshop / "checkpoints/finetuned/model.pt").state_dict()
+    left = models.read(workshop / "checkpoints/ppo/kl-0.05/state.pt")["model"]
+    assert all(torch.equal(start[key], left[key]) for key in start)
+    assert not (workshop / "checkpoints/ppo/kl-0.05/model.pt").exists()
+
+
+def test_a_word_said_again_and_again_earns_no_more_and_is_measured():
+    once, often = "A cake.", "Cake cake cake cake."
+    ask = ("cake", "rain", "jump")
+    assert rewards.words_used(once, ask) == rewards.words_used(often, ask) == 1 / 3
+    assert evaluate.repeats([once], [ask]) == 1 and evaluate.repeats([often], [ask]) == 4
+
+
+# ---- ratio, clip, KL
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient", "is_clipped"),
+    [
+        (0.5, 2.0, 1.0, 2.0, False),  # likely less than it was, though good: pull back up
+        (1.1, 2.0, 2.2, 2.0, False),
+        (1.5, 2.0, 2.4, 0.0, True),  # good, and up by enough
+        (0.5, -2.0, -1.6, 0.0, True),  # bad, and down by enough
+        (0.9, -2.0, -1.8, -2.0, False),
+        (1.5, -2.0, -3.0, -2.0, False),  # likelier than it was, though bad: push back down
+        (1.0, 2.0, 2.0, 2.0, False),
+        (1.5, 0.0, 0.0, 0.0, False),
+    ],
+)
+def test_the_surrogate_is_the_smaller_of_the_two_and_clipped_where_that_cuts_the_gradient(ratio, advantage, value, gradient, is_clipped):
+    ratio = torch.tensor([ratio], requires_grad=True)
+    found = ppo.surrogate(ratio, torch.tensor([advantage]))
+    found.sum().backward()
+    assert (found.item(), ratio.grad.item()) == pytest.approx((value, gradient))
+    assert ppo.clipped(ratio, torch.tensor([advantage])).item() == is_clipped
+
+
+def test_the_clip_fraction_leaves_out_what_the_minimum_did_not_take(tiny, staged):
+    batch = staged(tiny, tiny, [0.0] * 2, [[5, 6, 7], [8]])
+    batch.log_probs = batch.log_probs - batch.mask * math.log(1.5)  # every ratio is 1.5
+    advantages = batch.mask * torch.tensor([[1.0], [-1.0]])  # the first story's three tokens are clipped, the second's is not
+    method = ppo.PPO(tiny)
+    figures = ppo.update(tiny, Recorder(tiny), batch, advantages, method, 0.05, FLOAT32)
+    assert figures["update/clip_fraction"] == pytest.approx(3 / 4)
+    assert figures["update/ratio"] == pytest.approx(1.5, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", [ppo.PPO, lambda _: grpo.GRPO()])
+def test_a_zero_learning_rate_leaves_every_ratio_at_one(tiny, staged, ratios, method):
+    batch = staged(tiny, tiny_model(1), MIXED * 2)
+    method = method(tiny)
+    advantages, _ = method.advantages(batch)
+    figures = ppo.update(tiny, torch.optim.AdamW(tiny.parameters(), lr=0.0), batch, advantages, method, 0.05, FLOAT32)
+    assert sum(len(piece) for piece in ratios) == 2 * 32  # two passes
+    assert all(torch.allclose(piece, torch.ones(()), atol=1e-4) for piece in ratios)
+    assert figures["update/ratio"] == pytest.approx(1, abs=1e-5) and figures["update/clip_fraction"] == 0
+
+
+def test_the_ratio_is_taken_against_the_policy_that_wrote_the_rollout_in_both_passes(tiny, staged, ratios, monkeypatch):
+    batch = staged(tiny, tiny, MIXED)
+    old, new, scores = batch.log_probs.clone(), [], ppo.token_log_probs
+    monkeypatch.setattr(ppo, "token_log_probs", lambda *args: new.append((args[1], scores(*args))) or new[-1][1])
+    advantages = grpo.GRPO().advantages(batch)[0]
+    ppo.update(tiny, torch.optim.AdamW(tiny.parameters(), lr=1e-2), batch, advantages, grpo.GRPO(), 0.05, FLOAT32)
+    assert torch.equal(batch.log_probs, old)
+    first, second = torch.cat(ratios[:2]), torch.cat(ratios[2:])  # one minibatch a pass, of two pieces
+    assert torch.allclose(first, torch.ones(()), atol=1e-4) and (second - 1).abs().max() > 0.05
+    for (tokens, found), ratio in zip(new, ratios):
+        rows = [(batch.tokens == row).all(1).nonzero().item() for row in tokens]
+        torch.testing.assert_close(ratio, (found - old[rows]).exp().detach())
+
+
+def test_the_kl_term_is_that_of_the_reference_over_the_policy():
+    half, quarter = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    assert evaluate.kl_terms(half, quarter).item() == pytest.approx(0.5 + math.log(2) - 1)  # r = log(1/2)
+    assert evaluate.kl_terms(quarter, half).item() == pytest.approx(2 - math.log(2) - 1)
+
+
+def test_the_kl_is_never_negative_at_any_token_and_zero_where_nothing_moved(tiny, staged):
+    batch = staged(tiny, tiny, MIXED)
+    assert not evaluate.kl_terms(batch.log_probs, batch.reference).any()
+    for size in 1e-6, 1e-4, 1e-2, 1.0:
+        noise = size * torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+        assert evaluate.kl_terms(torch.zeros(100_000), noise).min() >= 0, f"at log ratios around {size}"
+
+
+def test_a_reference_that_is_far_away_gives_no_overflow(tiny, staged):
+    batch = staged(tiny, tiny, [0.0] * 16)
+    batch.reference = batch.reference + 200 * batch.mask  # e^200 is infinite in float32
+    optimizer = Recorder(tiny)
+    figures = ppo.update(tiny, optimizer, batch, batch.mask * 0.5, ppo.PPO(tiny), 0.05, FLOAT32)
+    assert math.isfinite(figures["update/loss"]) and all(each.isfinite().all() for step in optimizer.gradients for each in step)
+
+
+@pytest.mark.parametrize("piece", [1, 3, 16])
+@pytest.mark.parametrize("method", ["ppo", "grpo"])
+def test_loss_and_gradient_are_those_of_the_whole_minibatch_however_it_is_split(exact, staged, monkeypatch, method, piece):
+    writer, reference = tiny_model(), tiny_model(1)
+    batch = staged(writer, reference, [1 / 3] * 8 + MIXED[:8])  # GRPO's first group is tied
+    model, optimizer = nudged(writer), Recorder(writer)
+    optimizer.model = model
+    method = ppo.PPO(model) if method == "ppo" else grpo.GRPO()
+    if isinstance(method, ppo.PPO):
+        torch.nn.init.normal_(method.critic.linear.weight, std=0.1)  # so that advantages differ from token to token
+    advantages, _ = method.advantages(batch)
+    monkeypatch.setattr(ppo, "PIECE", piece)
+    figures = ppo.update(model, optimizer, batch, advantages, method, 0.3, FLOAT32)
+    loss, norm, gradients = plain_loss(model, batch, range(16), advantages, 0.3, isinstance(method, grpo.GRPO))
+    assert (figures["update/loss"], figures["update/grad_norm"]) == pytest.approx((loss, norm), abs=1e-9)
+    assert len(optimizer.gradients) == 2
+    for step in optimizer.gradients:
+        for found, wanted in zip(step, gradients, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-9, rtol=0)
+
+
+# ---- PPO's own
+
+
+def test_ppo_takes_the_mean_over_all_story_tokens_and_none_of_the_padding():
+    mask = torch.tensor([[0.0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]])
+    assert torch.equal(ppo.PPO(tiny_model()).weights(mask), mask / 4)
+    assert torch.equal(ppo.PPO(tiny_model()).weights(mask * 0), mask * 0)  # no token at all: zeros, not NaN
+
+
+def test_advantages_are_those_of_generalised_advantage_estimation_with_lambda_one(tiny, staged):
+    batch, method = staged(tiny, tiny, MIXED[:8]), ppo.PPO(tiny)
+    torch.nn.init.normal_(method.critic.linear.weight)
+    found, _ = method.advantages(batch)
+    for row in range(8):
+        places = batch.mask[row].nonzero().flatten().tolist()
+        values = [(batch.channels[row, place] @ method.critic.linear.weight[0]).item() for place in places] + [0.0]  # 0 after the last
+        gains = [0.0] * (len(places) - 1) + [batch.rewards[row].item()]  # the reward belongs to the last real token
+        steps = [gain + values[number + 1] - values[number] for number, gain in enumerate(gains)]
+        for number, place in enumerate(places):
+            assert found[row, place].item() == pytest.approx(sum(steps[number:]), abs=1e-5)
+    assert not found[batch.mask == 0].any()
+
+
+def test_the_critic_starts_at_zero_learns_and_explains_more_and_more(monkeypatch):
+    monkeypatch.setattr(ppo, "CRITIC_RATE", 1e-3)
+    monkeypatch.setattr(ppo, "CRITIC_BIAS_RATE", 1e-2)
+    torch.manual_seed(0)
+    story = torch.randn(64, 1, 16)
+    channels = story.expand(64, 5, 16).clone()
+    channels[..., 1:] += torch.randn(64, 5, 15)  # only channel 0 tells what a story is worth
+    batch = made_up(0.5 + 0.3 * story[:, 0, 0], channels, [1 + number % 5 for number in range(64)])
+    method = ppo.PPO(tiny_model())
+    explained = []
+    for _ in range(4):
+        explained.append(method.advantages(batch)[1]["critic/explained_variance"])
+        for rows in torch.arange(64).repeat(50).split(16):
+            method.learn(batch, rows)
+    assert explained[0] == pytest.approx(0, abs=1e-6) and explained == sorted(explained) and explained[-1] > 0.95
+    weight, bias = method.critic.linear.weight[0], method.critic.linear.bias.item()
+    assert weight[0].item() == pytest.approx(0.3, abs=0.05) and bias == pytest.approx(0.5, abs=0.1)
+    assert weight[1:].abs().max() < 0.05
+
+
+def test_the_critics_gradient_does_not_reach_the_policy(tiny, staged):
+    batch, method = staged(tiny, tiny, MIXED), ppo.PPO(tiny)
+    batch.channels.requires_grad_()
+    torch.nn.init.normal_(method.critic.linear.weight)
+    before = weights_of(method.critic)
+    method.learn(batch, torch.arange(16))
+    assert batch.channels.grad is None and all(weight.grad is None for weight in tiny.parameters())
+    assert not same(before, weights_of(method.critic))
+
+
+def test_explained_variance_worked_out_by_hand():
+    values, returns = torch.tensor([[0.0, 0.5, 0.5, 1.0]]), torch.tensor([[0.0, 0.0, 1.0, 1.0]])
+    mask = torch.ones(1, 4)
+    assert ppo.explained_variance(values, returns, mask) == pytest.approx(0.5)  # what is left varies by 1/6, all by 1/3
+    assert ppo.explained_variance(returns, returns, mask) == 1
+    assert ppo.explained_variance(values * 0 + 7, returns, mask) == pytest.approx(0)
+
+
+@pytest.mark.parametrize("reward", THIRDS)
+def test_where_all_rewards_are_equal_no_variance_is_explained(reward):
+    returns, values = torch.full((128, 200), reward), torch.linspace(0, 1, 200).expand(128, 200)
+    assert math.isnan(ppo.explained_variance(values, returns, torch.ones(128, 200)))
+
+
+def test_padding_changes_nothing_for_the_critic():
+    torch.manual_seed(0)
+    rewards, channels = torch.tensor([0.0, 1.0, 1 / 3]), torch.randn(3, 6, 16)
+    clean, dirty = (made_up(rewards, channels.clone(), [2, 6, 1]) for _ in range(2))
+    dirty.channels[dirty.mask == 0] = 1e3
+    results = []
+    for batch in clean, dirty:
+        method = ppo.PPO(tiny_model())
+        method.learn(batch, torch.arange(3))
+        results.append((weights_of(method.critic), *method.advantages(batch)))
+    (one, advantages, log), (other, dirty_advantages, dirty_log) = results
+    assert same(one, other) and torch.equal(advantages, dirty_advantages) and log == dirty_log
+    hand = sum(
+        (rewards[row] - clean.channels[row, place] @ one[0][0] - one[1]) ** 2 for row, n in enumerate([2, 6, 1]) for place in range(n)
+    )
+    assert log["critic/loss"] == pytest.approx(hand.item() / 9, rel=1e-5)
+
+
+# ---- the run
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """All scalars of a run, under (name, rollouts done)."""
+    found = {}
+    monkeypatch.setattr(ppo.Run, "log", lambda run, scalars: found.update({(key, run.steps): value for key, value in scalars.items()}))
+    return found
+
+
+def test_entropy_length_endings_and_reward_are_over_the_stories_alone(quick, workshop, logged, monkeypatch):
+    stories = [[5] * (1 + number % 5) + [data.END] * (number % 4 == 0) for number in range(16)]
+    monkeypatch.setattr(ppo, "generate", lambda *_: stories)
+    monkeypatch.setattr(ppo, "words_used", lambda text, words: 1.0 if words == asks[3] else 0.0)
+    asks = data.load_asks()[:16]
+    monkeypatch.setattr(ppo.PPO, "ask", lambda *_: asks)
+    quick(ppo, "--rollouts", 1)
+    model, nats = models.load_checkpoint(workshop / "checkpoints/finetuned/model.pt"), 0.0
+    for words, story in zip(asks, stories):
+        prompt = data.encode(data.instruction(words))
+        scores = model(torch.tensor([prompt + story]))[0].log_softmax(-1)
+        nats -= sum(scores[place - 1, token].item() for place, token in enumerate(story, len(prompt)))
+    tokens = sum(map(len, stories))
+    assert logged["rollout/entropy", 1] == pytest.approx(nats / tokens, rel=1e-5)
+    assert logged["rollout/length", 1] == tokens / 16
+    assert logged["rollout/ended", 1] == 4 / 16 and logged["rollout/reward", 1] == 1 / 16
+
+
+def test_drift_is_zero_before_the_first_step_and_positive_after_it_even_without_a_kl_term(quick, logged, monkeypatch):
+    monkeypatch.setattr(ppo, "words_used", lambda text, _: len(text) % 4 / 3)
+    monkeypatch.setattr(ppo, "LEARNING_RATE", 1e-2)
+    quick(ppo, "--rollouts", 2, "--kl", 0)
+    assert logged["rollout/kl", 1] == 0 and logged["rollout/kl", 2] > 0.01
+
+
+def test_drift_is_summed_over_a_storys_tokens_and_averaged_over_stories(quick, logged, monkeypatch):
+    def shifted(*args, made=ppo.rollout):
+        batch = made(*args)
+        batch.reference = batch.log_probs + math.log(2) * batch.mask  # each token adds 2 - log 2 - 1
+        return batch
+
+    monkeypatch.setattr(ppo, "rollout", shifted)
+    monkeypatch.setattr(ppo, "generate", lambda *_: [[5] * (1 + number % 2) for number in range(16)])  # 1.5 tokens on average
+    quick(ppo, "--rollouts", 1)
+    assert logged["rollout/kl", 1] == pytest.approx(1.5 * (1 - math.log(2)), rel=1e-4)
+
+
+def test_no_rollout_outlives_the_next_one(quick, monkeypatch):
+    born, alive = [], []
+
+    def counting(*args, made=ppo.rollout):
+        gc.collect()
+        alive.append(sum(each() is not None for each in born))
+        batch = made(*args)
+        born.append(weakref.ref(batch))
+        return batch
+
+    monkeypatch.setattr(ppo, "rollout", counting)
+    quick(ppo, "--rollouts", 6)
+    assert len(alive) == 6 and max(alive) <= 1
+
+
+def test_the_rollouts_page_shows_eight_stories_with_what_they_earned(tiny, staged):
+    batch = staged(tiny, tiny, MIXED)
+    text = ppo.group_text(data.load_asks(), batch, batch.mask * 0.25)
+    assert text.count("advantage +0.25") == 8 and f"{', '.join(data.load_asks()[1])}: reward {MIXED[1]:.2f}" in text
+    assert ppo.as_text("a\nb") == "    a\n    b"

@@ -1,0 +1,326 @@
+import ast
+import math
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import data
+import finetune
+import grpo
+import model as models
+import ppo
+import pretrain
+import run as runs
+
+BOTH = pytest.mark.parametrize("script", [ppo, grpo])
+ORDER = "data rewards model sample evaluate run pretrain finetune ppo grpo preferences dpo".split()
+SHARED = """rollout/reward rollout/kl rollout/ended rollout/length rollout/entropy update/loss update/clip_fraction update/ratio
+    update/grad_norm speed/stories_per_second eval/words_used eval/plain_loss eval/ended""".split()
+OWN = {ppo: ["critic/loss", "critic/explained_variance"], grpo: ["rollout/tied_groups"]}
+
+
+@pytest.fixture(autouse=True)
+def rewarded(monkeypatch):
+    """Rewards that differ from story to story, so that there is something to learn."""
+    monkeypatch.setattr(ppo, "words_used", lambda text, _: len(text) % 4 / 3)
+
+
+@pytest.fixture
+def labels(monkeypatch):
+    """The labels of runs that are set up but do not train."""
+    seen = []
+    for script in ppo, grpo:
+        monkeypatch.setattr(script, "train", lambda run, *_: (seen.append(run.label), run.close()))
+    return seen
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Press Ctrl-C in the middle of rollout 2; fail if there is a third. Gives the rollout that does not press it."""
+    calls, made = [], ppo.rollout
+
+    def pressing(*args):
+        calls.append(1)
+        assert len(calls) < 3, "the run did not stop"
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return made(*args)
+
+    monkeypatch.setattr(ppo, "rollout", pressing)
+    return made
+
+
+def differences(one, other, path=""):
+    """Where two nested states differ: paths into them."""
+    if isinstance(one, torch.Tensor):
+        return [] if torch.equal(one, other) else [path]
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return [each for key in one for each in differences(one[key], other[key], f"{path}/{key}")]
+    if isinstance(one, list | tuple):
+        return [each for number, (a, b) in enumerate(zip(one, other, strict=True)) for each in differences(a, b, f"{path}/{number}")]
+    return [] if one == other else [path]
+
+
+def state(workshop, label):
+    return models.read(workshop / "checkpoints" / label / "state.pt")
+
+
+# ---- the same again, and going on
+
+
+@BOTH
+def test_two_rollouts_a_stop_and_two_more_equal_four(quick, workshop, script):
+    quick(script, "--rollouts", 4, "--name", "whole")
+    quick(script, "--rollouts", 2, "--name", "half")
+    torch.manual_seed(77)  # whatever happened in between
+    quick(script, "--rollouts", 4, "--name", "half", "--resume")
+    method = script.__name__
+    whole, half = state(workshop, f"{method}/kl-0.05-whole"), state(workshop, f"{method}/kl-0.05-half")
+    assert half["run"].pop("minutes") > 0 and whole["run"].pop("minutes") > 0
+    assert whole["run"]["steps"] == 4 and whole.keys() == {"model", "optimizer", "method", "run"}
+    assert differences(whole, half) == []
+    start = models.load_checkpoint(workshop / "checkpoints/finetuned/model.pt").state_dict()
+    assert differences(start, whole["model"])  # it has learned something at all
+    assert whole["optimizer"]["state"][0]["step"] == 8  # two passes over one minibatch, four times
+    if script is ppo:
+        assert whole["method"]["critic"]["linear.weight"].any() and whole["method"]["optimizer"]["state"][0]["step"] == 8
+
+
+def test_a_seed_gives_the_same_weights_again_and_another_seed_others(quick, workshop):
+    for flags in ("--name", "a"), ("--name", "b"), ("--seed", 2):
+        quick(grpo, "--rollouts", 3, *flags)
+    a, b, c = (models.read(workshop / f"checkpoints/grpo/kl-0.05-{name}/model.pt")["model"] for name in ("a", "b", "seed-2"))
+    assert differences(a, b) == [] and differences(a, c)
+
+
+def test_a_resumed_run_keeps_the_reference_and_the_start_that_it_had(quick, workshop, monkeypatch):
+    other = workshop / "other.pt"
+    models.save_checkpoint(other, tiny_model(5))
+    quick(grpo, "--rollouts", 1, "--from", other)
+    seen, made = [], ppo.rollout
+    monkeypatch.setattr(ppo, "rollout", lambda *args: (seen.append(args[1]), made(*args))[1])
+    quick(grpo, "--rollouts", 2, "--resume")
+    assert differences(dict(seen[0].state_dict()), dict(tiny_model(5).state_dict())) == []
+
+
+def test_resuming_what_never_ran_says_so(quick):
+    with pytest.raises(data.Problem, match="nothing to resume"):
+        quick(ppo, "--resume")
+
+
+def test_resuming_and_overwriting_at_once_is_refused(quick):
+    with pytest.raises(data.Problem, match="exclude each other"):
+        quick(ppo, "--resume", "--overwrite")
+
+
+# ---- Ctrl-C
+
+
+def test_ctrl_c_ends_a_run_after_its_rollout_with_an_evaluation_and_a_model(quick, workshop, interrupt, capsys):
+    quick(ppo, "--minutes", 5)
+    lines = capsys.readouterr().out.splitlines()
+    folder = workshop / "checkpoints/ppo/kl-0.05"
+    assert sum(line.startswith("stopping after this step") for line in lines) == 1
+    assert [line for line in lines if line.startswith("held-out asks after 2 rollouts")]
+    assert lines[-1].startswith(f"wrote {folder / 'model.pt'} after") and "2 rollouts" in lines[-1]
+    assert models.read(folder / "model.pt")["steps"] == state(workshop, "ppo/kl-0.05")["run"]["steps"] == 2
+
+
+def test_a_run_that_ctrl_c_ended_goes_on_to_the_numbers_of_one_that_it_did_not(quick, workshop, interrupt, monkeypatch):
+    quick(ppo, "--rollouts", 3, "--name", "pressed")
+    assert state(workshop, "ppo/kl-0.05-pressed")["run"]["steps"] == 2
+    monkeypatch.setattr(ppo, "rollout", interrupt)
+    quick(ppo, "--rollouts", 3, "--name", "pressed", "--resume")
+    quick(ppo, "--rollouts", 3, "--name", "left-alone")
+    one, other = state(workshop, "ppo/kl-0.05-pressed"), state(workshop, "ppo/kl-0.05-left-alone")
+    assert one["run"]["steps"] == 3 and differences({**one, "run": 0}, {**other, "run": 0}) == []
+
+
+def test_a_second_ctrl_c_stops_at_once(quick, labels, monkeypatch):
+    monkeypatch.setattr(ppo, "train", lambda run, *_: [run.close(), *(os.kill(os.getpid(), signal.SIGINT) for _ in range(2))])
+    with pytest.raises(KeyboardInterrupt):
+        quick(ppo)
+
+
+# ---- names and folders
+
+
+@pytest.mark.parametrize(
+    ("argv", "label"),
+    [
+        ([], "kl-0.05"),
+        (["--kl", "0"], "kl-0"),
+        (["--kl", "0.0"], "kl-0"),
+        (["--kl", "5e-2"], "kl-0.05"),
+        (["--name", "fast"], "kl-0.05-fast"),
+        (["--seed", "2"], "kl-0.05-seed-2"),
+        (["--seed", "1"], "kl-0.05"),
+        (["--kl", "0.10", "--name", "fast", "--seed", "3"], "kl-0.1-fast-seed-3"),
+    ],
+)
+def test_a_run_is_named_by_what_sets_it_apart(quick, workshop, labels, argv, label):
+    quick(ppo, *argv)
+    quick(grpo, *argv)
+    assert labels == [f"ppo/{label}", f"grpo/{label}"]
+    for kind in "runs", "checkpoints":
+        assert all((workshop / kind / each).is_dir() for each in labels)
+
+
+def test_an_existing_run_is_refused_with_the_ways_out(quick, labels):
+    quick(ppo)
+    with pytest.raises(data.Problem, match="run ppo/kl-0.05 already: --overwrite.*--name"):  # nothing was saved to go on with
+        quick(ppo)
+    quick(ppo, "--name", "other")
+    quick(grpo)
+    assert labels == ["ppo/kl-0.05", "ppo/kl-0.05-other", "grpo/kl-0.05"]
+
+
+def test_a_run_that_can_be_resumed_says_so_when_it_is_refused(quick, workshop):
+    quick(ppo, "--rollouts", 1)
+    with pytest.raises(data.Problem, match="already.*--resume.*--overwrite.*--name"):
+        quick(ppo, "--rollouts", 1)
+
+
+def test_overwrite_keeps_the_old_model_until_there_is_a_new_one(quick, workshop, monkeypatch):
+    quick(ppo, "--rollouts", 1)
+    model = workshop / "checkpoints/ppo/kl-0.05/model.pt"
+    before = model.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo, "words_used", lambda *_: math.nan)
+        with pytest.raises(data.Problem, match="not a finite number"):
+            quick(ppo, "--rollouts", 1, "--overwrite")
+    assert model.read_bytes() == before
+
+
+def test_a_run_is_not_resumed_when_the_model_it_started_from_is_another_one_now(quick, workshop):
+    quick(ppo, "--rollouts", 1)
+    models.save_checkpoint(workshop / "checkpoints/finetuned/model.pt", tiny_model(5))
+    with pytest.raises(data.Problem, match="no longer the model"):
+        quick(ppo, "--rollouts", 2, "--resume")
+
+
+def test_a_run_is_resumed_from_any_folder(quick, workshop, monkeypatch):
+    monkeypatch.chdir(workshop / "checkpoints")
+    quick(ppo, "--rollouts", 1, "--from", "finetuned/model.pt")
+    monkeypatch.chdir(workshop)
+    quick(ppo, "--rollouts", 2, "--resume")
+    assert models.read(workshop / "checkpoints/ppo/kl-0.05/model.pt")["steps"] == 2
+
+
+def test_a_state_of_something_else_is_a_problem(quick, workshop):
+    quick(ppo, "--rollouts", 1)
+    torch.save({"model": torch.zeros(1)}, workshop / "checkpoints/ppo/kl-0.05/state.pt")
+    with pytest.raises(data.Problem, match="not the state of a run"):
+        quick(ppo, "--rollouts", 2, "--resume")
+
+
+def test_overwrite_starts_afresh_and_leaves_other_runs_alone(quick, workshop):
+    quick(ppo, "--rollouts", 1, "--name", "other")
+    quick(ppo, "--rollouts", 3)
+    folder = workshop / "checkpoints/ppo/kl-0.05"
+    first = models.read(folder / "rollout-3.pt")["model"]
+    quick(ppo, "--rollouts", 2, "--overwrite")
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["model.pt", "rollout-2.pt", "state.pt"]
+    assert state(workshop, "ppo/kl-0.05")["run"]["steps"] == 2
+    assert len(list((workshop / "runs/ppo/kl-0.05").iterdir())) == 1
+    assert (workshop / "checkpoints/ppo/kl-0.05-other/model.pt").exists()
+    assert differences(first, models.read(folder / "model.pt")["model"])  # two rollouts, not two more
+
+
+def test_a_checkpoint_is_kept_every_few_rollouts_and_after_the_last(quick, workshop, monkeypatch):
+    monkeypatch.setattr(ppo, "MEASURE_EVERY", 2)
+    quick(grpo, "--rollouts", 5)
+    folder = workshop / "checkpoints/grpo/kl-0.05"
+    assert sorted(path.name for path in folder.iterdir()) == ["model.pt", "rollout-2.pt", "rollout-4.pt", "rollout-5.pt", "state.pt"]
+    last, final = models.read(folder / "rollout-5.pt"), models.read(folder / "model.pt")
+    assert differences(last, final) == [] and differences(last["model"], models.read(folder / "rollout-4.pt")["model"])
+
+
+@BOTH
+def test_tensorboard_gets_the_names_that_the_docs_list(quick, workshop, monkeypatch, script):
+    monkeypatch.setattr(ppo, "MEASURE_EVERY", 2)
+    quick(script, "--rollouts", 3)
+    events = EventAccumulator(str(workshop / "runs" / script.__name__ / "kl-0.05")).Reload()
+    tags = events.Tags()
+    assert sorted(tags["scalars"]) == sorted(SHARED + OWN[script])
+    assert sorted(tags["tensors"]) == ["demo/story/text_summary", "rollout/group/text_summary"]
+    for name in tags["scalars"]:
+        steps = [event.step for event in events.Scalars(name)]
+        assert steps == ([0, 2, 3] if name.startswith("eval/") else [1, 2, 3]), name
+    assert [event.step for event in events.Tensors("rollout/group/text_summary")] == [1, 2, 3]
+    assert events.Scalars("rollout/kl")[0].value == 0 < events.Scalars("rollout/kl")[1].value
+
+
+def test_a_resumed_runs_scalars_go_on_where_they_stopped(quick, workshop):
+    quick(grpo, "--rollouts", 2)
+    quick(grpo, "--rollouts", 4, "--resume")
+    events = EventAccumulator(str(workshop / "runs/grpo/kl-0.05")).Reload()
+    assert [event.step for event in events.Scalars("rollout/reward")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval/words_used")] == [0, 2, 4]
+
+
+# ---- the clock, the precision, the imports
+
+
+def test_minutes_count_the_earlier_parts_of_a_run(quick, labels, monkeypatch):
+    made = []
+    monkeypatch.setattr(ppo, "train", lambda run, *_: made.append(run))
+    quick(ppo, "--minutes", 10)
+    run = made[0]
+    monkeypatch.setattr(runs.time, "monotonic", lambda: run.started + 240)
+    run.earlier = 5.0
+    assert run.minutes == pytest.approx(9) and run.share() == pytest.approx(0.9) and not run.over()
+    run.earlier = 6.5
+    assert run.share() == 1 and run.over()
+    run.args.steps, run.steps = 4, 1  # counted, and the minutes no longer matter
+    assert run.share() == 0.25 and not run.over()
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("can", "dtype"), [({}, torch.float32), ({"amx_bf16": True}, torch.bfloat16), ({"avx512_bf16": True}, torch.bfloat16)]
+)
+def test_a_run_computes_in_bfloat16_only_where_the_processor_can(quick, labels, monkeypatch, can, dtype):
+    monkeypatch.delenv("STORY_FLOAT32")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)
+    made = []
+    monkeypatch.setattr(ppo, "train", lambda run, *_: (made.append(run.precision.dtype), run.close()))
+    quick(ppo, "--device", "cpu")
+    assert made == [dtype]
+
+
+def test_every_script_imports_only_those_that_a_reader_has_met():
+    folder = Path(data.__file__).parent
+    scripts = {path.stem: path for path in folder.glob("*.py")}
+    chapters = [name for name in ORDER if name in scripts]
+    assert len(chapters) >= 10
+    for name in chapters:
+        for node in ast.walk(ast.parse(scripts[name].read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [node.module] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+                ours = set(names) & scripts.keys()
+                assert ours <= set(ORDER[: ORDER.index(name)]), f"{name}.py imports {ours}"
+
+
+def test_the_flags_mean_the_same_in_every_training_script(quick, capsys):
+    for script in pretrain, finetune, ppo, grpo:
+        with pytest.raises(SystemExit):
+            quick(script, "--help")
+        flags = set(re.findall(r"^  (--[a-z]+)", capsys.readouterr().out, re.MULTILINE))
+        assert {"--minutes", "--seed", "--name", "--device", "--resume", "--overwrite"} <= flags
+        assert ("--from" in flags) == (script is not pretrain) and ("--rollouts" in flags) == ("--kl" in flags) == (script in (ppo, grpo))
+
+
+def test_overwriting_the_run_that_one_starts_from_is_refused(quick, workshop):
+    quick(grpo, "--rollouts", 1)
+    start = workshop / "checkpoints/grpo/kl-0.05/model.pt"
+    with pytest.raises(data.Problem, match="--name"):
+        quick(grpo, "--rollouts", 1, "--overwrite", "--from", str(start))
+    assert start.exists()
