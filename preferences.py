@@ -1,0 +1,116 @@
+"""Pairs of stories: of several for one ask, the one that uses most of the words and the one that uses fewest.
+
+    python preferences.py                            data/preferences.jsonl, written by the fine-tuned model
+    python preferences.py --asks 1000 --stories 8 --out more.jsonl
+    python preferences.py --resume                   go on where it stopped
+
+A line a pair: the ask, and chosen and rejected with score, token ids and text each. Asks whose stories all score alike
+give no pair. Nobody is asked for an opinion: the preferences are the reward's.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+import model as models
+from data import FOLDER, STORY_TOKENS, Parser, Problem, decode, encode, instruction, load_asks, main_guard, progress, say
+from model import FINETUNED, for_writing, load_checkpoint
+from rewards import words_used
+from run import count, file_hash, whole
+from sample import generate
+
+PAIRS = FOLDER / "preferences.jsonl"
+ASKS_AT_ONCE = 16
+
+
+def pair(words, stories):
+    """The best and the worst of several stories, token lists, for one ask; None where all score alike.
+
+    Of equally good ones the first is taken.
+    """
+    texts = [decode(story) for story in stories]
+    scores = [words_used(text, words) for text in texts]
+    best, worst = scores.index(max(scores)), scores.index(min(scores))
+    if scores[best] == scores[worst]:
+        return None
+    told = lambda row: {"score": scores[row], "tokens": stories[row], "text": texts[row]}
+    return {"ask": list(words), "chosen": told(best), "rejected": told(worst)}
+
+
+def load_pairs(path=PAIRS):
+    """The pairs of a file, as `pair` made them. Raises `Problem` where there is none, or the file is something else."""
+    try:
+        pairs = [json.loads(line) for line in Path(path).read_text().splitlines()][1:]
+        for each in pairs:
+            assert len(each["ask"]) == 3 and each["chosen"]["tokens"] and each["rejected"]["tokens"]
+    except FileNotFoundError:
+        raise Problem(f"there is no {path}: run python preferences.py") from None
+    except (OSError, ValueError, LookupError, TypeError, AssertionError):
+        raise Problem(f"cannot read {path}: it is not what preferences.py writes; --overwrite makes it anew") from None
+    if not pairs:
+        raise Problem(f"no pairs in {path}: run python preferences.py with more --asks")
+    return pairs
+
+
+def main():
+    args = Parser(__doc__)
+    args.add_argument("--asks", type=count, default=500, help="how many of the training asks (default 500)")
+    args.add_argument("--stories", type=count, default=8, help="stories written for each (default 8)")
+    args.add_argument("--out", type=Path, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
+    args.add_argument("--seed", type=whole, default=1, help="of the stories (default 1)")
+    args.add_argument("--from", dest="start", metavar="FILE", default=FINETUNED, help="who writes (default checkpoints/finetuned/model.pt)")
+    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    args.add_argument("--resume", action="store_true", help="go on with a file that is not complete")
+    args.add_argument("--overwrite", action="store_true", help="throw the file away first")
+    args = args.parse_args()
+    device, dtype = models.pick_device(args.device)
+    model = for_writing(load_checkpoint(args.start, device), dtype)
+    models.keep_freed_memory()
+    asks = load_asks()[: args.asks]
+    settings = {"from": file_hash(args.start), "seed": args.seed, "stories": args.stories}
+    done, lines = 0, [json.dumps(settings)]
+    if args.resume and args.overwrite:
+        raise Problem("--resume and --overwrite exclude each other")
+    if args.out.exists() and args.resume:
+        done, lines = written(args.out, settings)
+        if done >= len(asks):
+            raise Problem(f"{args.out} holds the pairs of more asks already than --asks {args.asks}")
+    elif args.out.exists() and not args.overwrite:
+        raise Problem(f"there is {args.out} already: --resume goes on with it, --overwrite replaces it")
+    try:
+        with open(args.out, "w") as file:
+            file.writelines(line + "\n" for line in lines)
+            for start in range(done, len(asks), ASKS_AT_ONCE):
+                group = asks[start : start + ASKS_AT_ONCE]
+                generator = torch.Generator().manual_seed(args.seed * len(load_asks()) + start)  # so that resuming changes nothing
+                prompts = [encode(instruction(words)) for words in group for _ in range(args.stories)]
+                stories = generate(model, prompts, STORY_TOKENS, generator=generator)
+                for row, words in enumerate(group):
+                    if made := pair(words, stories[row * args.stories : (row + 1) * args.stories]):
+                        lines.append(json.dumps({"number": start + row, **made}))
+                        file.write(lines[-1] + "\n")
+                file.flush()
+                progress(start + len(group), len(asks), f"{len(lines) - 1} pairs")
+    except OSError as error:
+        raise Problem(f"cannot write {args.out}: {error.strerror}") from None
+    say(f"{len(lines) - 1} pairs from {len(asks)} asks, {len(asks) - len(lines) + 1} tied: {args.out}")
+
+
+def written(path, settings):
+    """How many asks of a broken-off file need not be asked again, and its lines up to there, the settings first."""
+    try:
+        first, *lines = path.read_text().splitlines()
+        if json.loads(first) != settings:
+            raise Problem(f"{path} was made with {first}: resume it with the same, or --overwrite it")
+        whole_lines = [line for line in lines if line.endswith("}}")]  # the last may be cut off
+        done = json.loads(whole_lines[-1])["number"] // ASKS_AT_ONCE * ASKS_AT_ONCE if whole_lines else 0
+        return done, [first, *(line for line in whole_lines if json.loads(line)["number"] < done)]
+    except Problem:
+        raise
+    except (OSError, ValueError, LookupError, TypeError):
+        raise Problem(f"cannot go on with {path}: it is not what preferences.py writes; --overwrite makes it anew") from None
+
+
+if __name__ == "__main__":
+    main_guard(main)

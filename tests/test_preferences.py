@@ -1,0 +1,113 @@
+import itertools
+import json
+
+import pytest
+
+import data
+import preferences
+
+ASK = ("kite", "river", "brave")
+STORIES = [data.encode(text) for text in ("A kite.", "Nothing.", "A brave kite by the river.", "The brave kite.", "No one.")]
+
+
+def test_the_pair_is_the_story_with_most_of_the_words_and_the_first_with_fewest():
+    made = preferences.pair(ASK, STORIES)
+    assert (made["chosen"]["text"], made["chosen"]["score"]) == ("A brave kite by the river.", 1)
+    assert (made["rejected"]["text"], made["rejected"]["score"]) == ("Nothing.", 0)
+    assert (made["chosen"]["tokens"], made["rejected"]["tokens"], made["ask"]) == (STORIES[2], STORIES[1], list(ASK))
+
+
+def test_stories_that_all_score_alike_give_no_pair():
+    assert preferences.pair(ASK, [STORIES[1], STORIES[4]]) is None
+    assert preferences.pair(ASK, [STORIES[0]]) is None
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Every second ask gets one story that uses its first word; the others get none that does. Counts the batches."""
+    batches = []
+
+    def generate(model, prompts, max_tokens, generator):
+        batches.append(len(prompts))
+        asks = [data.decode(prompt).split("words ")[1].split(",")[0] for prompt in prompts]
+        order = [words[0] for words in data.load_asks()]
+        return [data.encode(f"A {word}.") if row % 2 and order.index(word) % 2 else [data.END] for row, word in enumerate(asks)]
+
+    monkeypatch.setattr(preferences, "generate", generate)
+    return batches
+
+
+def test_pairs_and_ties_are_counted_and_written_with_scores_tokens_and_text(quick, told, tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    asks = data.load_asks()[:20]
+    quick(preferences, "--asks", 20, "--stories", 2, "--out", path)
+    pairs = preferences.load_pairs(path)
+    order = [words[0] for words in data.load_asks()]
+    expected = [list(words) for words in asks if order.index(words[0]) % 2]
+    assert [pair["ask"] for pair in pairs] == expected
+    assert f"{len(expected)} pairs from 20 asks, {20 - len(expected)} tied" in capsys.readouterr().out
+    for pair in pairs:
+        assert pair["chosen"]["score"] == pytest.approx(1 / 3) and pair["rejected"]["score"] == 0
+        assert data.decode(pair["chosen"]["tokens"]) == pair["chosen"]["text"] == f"A {pair['ask'][0]}."
+        assert pair["rejected"]["tokens"] == [data.END]
+
+
+def test_a_file_that_broke_off_is_completed_to_the_one_made_at_once(quick, workshop, tmp_path, monkeypatch):
+    once, broken = tmp_path / "once.jsonl", tmp_path / "broken.jsonl"
+    monkeypatch.setattr(preferences, "words_used", lambda text, words: len(text) % 4 / 3)
+    quick(preferences, "--asks", 40, "--stories", 2, "--out", once)
+    lines = once.read_text().splitlines(keepends=True)
+    assert len(lines) > 30
+    for kept in 1, 5, 25, len(lines) - 1:
+        broken.write_text("".join(lines[:kept]) + lines[kept][:40])
+        quick(preferences, "--asks", 40, "--stories", 2, "--out", broken, "--resume")
+        assert broken.read_text() == once.read_text()
+
+
+def test_a_file_that_is_there_is_neither_overwritten_nor_mixed_with_other_settings(quick, workshop, told, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    quick(preferences, "--asks", 4, "--stories", 2, "--out", path)
+    before = path.read_text()
+    for more, named in ([], "--overwrite"), (["--resume", "--seed", 2], "--overwrite"):
+        with pytest.raises(data.Problem, match=named):
+            quick(preferences, "--asks", 4, "--stories", 2, "--out", path, *more)
+        assert path.read_text() == before
+    quick(preferences, "--asks", 2, "--stories", 2, "--out", path, "--overwrite")
+    assert path.read_text() != before
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", "{}\nnot json\n", '{}\n{"ask": 3}\n', "{}\n[]\n"], ids=repr)
+def test_a_file_of_something_else_is_a_problem(tmp_path, content):
+    path = tmp_path / "pairs.jsonl"
+    with pytest.raises(data.Problem, match="there is no"):
+        preferences.load_pairs(path)
+    path.write_text(content)
+    with pytest.raises(data.Problem, match="preferences.py"):
+        preferences.load_pairs(path)
+
+
+def test_the_stories_of_an_ask_stay_with_it(quick, workshop, told, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    quick(preferences, "--asks", 40, "--stories", 3, "--out", path)
+    assert told == [48, 48, 24]
+    numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()[1:]]
+    assert all(one < other for one, other in itertools.pairwise(numbers))
+    assert all(tuple(pair["ask"]) == data.load_asks()[number] for number, pair in zip(numbers, preferences.load_pairs(path)))
+
+
+def test_resuming_with_fewer_asks_loses_no_pair(quick, workshop, tmp_path, monkeypatch):
+    path = tmp_path / "pairs.jsonl"
+    monkeypatch.setattr(preferences, "words_used", lambda text, words: len(text) % 4 / 3)
+    quick(preferences, "--asks", 40, "--stories", 2, "--out", path)
+    before = path.read_text()
+    with pytest.raises(data.Problem, match="more asks"):
+        quick(preferences, "--asks", 16, "--stories", 2, "--out", path, "--resume")
+    with pytest.raises(data.Problem, match="exclude"):
+        quick(preferences, "--asks", 40, "--stories", 2, "--out", path, "--resume", "--overwrite")
+    assert path.read_text() == before
+
+
+def test_a_folder_in_the_files_place_is_a_problem(quick, workshop, tmp_path):
+    for flag in "--resume", "--overwrite":
+        with pytest.raises(data.Problem):
+            quick(preferences, "--asks", 2, "--stories", 1, "--out", tmp_path, flag)
