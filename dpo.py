@@ -1,18 +1,32 @@
 """DPO: learning from pairs of stories, without writing any. Rafailov et al. 2023, https://arxiv.org/abs/2305.18290.
 
-The loss, and a step on it.
+    python preferences.py                       the pairs, once
+    python dpo.py --minutes 10 --beta 0.1       checkpoints/dpo/beta-0.1/model.pt, runs/dpo/beta-0.1
+
+The policy is its own reward model: a story's implied reward is beta times how much likelier it has become than under the
+frozen reference. Each step makes that of the chosen stories larger than that of the rejected ones.
 """
+
+import copy
+import math
+import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data import encode, instruction
-from model import pack, token_log_probs
+from data import encode, instruction, main_guard, say
+from model import FINETUNED, pack, save_checkpoint, token_log_probs
+from ppo import MEASURE_EVERY, report
+from preferences import PAIRS, load_pairs
+from run import Run, flags, kind
 
 MINIBATCH = 16  # pairs a step
 PIECE = 4  # pairs whose gradients are computed at once
 LEARNING_RATE = 2e-5
+MEASURE_STEPS = 10 * MEASURE_EVERY
+beta = kind(float, lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
 def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
@@ -49,3 +63,42 @@ def step(model, reference, optimizer, pairs, beta, precision):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {**dict(zip(names, (sums / len(pairs)).tolist())), "update/grad_norm": norm}
+
+
+def main():
+    args = flags(__doc__, FINETUNED, unit="steps")
+    args.add_argument("--beta", type=beta, default=0.1, help="how strongly the reference holds (default 0.1)")
+    args.add_argument("--pairs", type=Path, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
+    args = args.parse_args()
+    pairs = load_pairs(args.pairs)
+    run = Run(args, "dpo", f"beta-{args.beta:g}")
+    model, reference = run.base, copy.deepcopy(run.base)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    parts = {"model": model, "optimizer": optimizer}
+    if args.resume:
+        run.load_state(**parts)
+    measure = lambda: report(run, model, parts, "step", reference)
+    if not run.steps:
+        measure()
+    while not run.over():
+        start = time.perf_counter()
+        rows = run.random.choice(len(pairs), min(MINIBATCH, len(pairs)), replace=False)
+        figures = step(model, reference, optimizer, [pairs[row] for row in rows], args.beta, run.precision)
+        run.steps += 1
+        run.log({**figures, "speed/pairs_per_second": len(rows) / (time.perf_counter() - start)})
+        if run.steps % 10 == 0:
+            say(
+                f"step {run.steps}  {run.minutes:.1f} min  loss {figures['update/loss']:.3f}  "
+                f"accuracy {figures['dpo/accuracy']:.0%}  margin {figures['dpo/margin']:.2f}"
+            )
+        if run.steps % MEASURE_STEPS == 0:
+            measure()
+    if run.steps % MEASURE_STEPS:
+        measure()
+    save_checkpoint(run.folder / "model.pt", model, steps=run.steps)
+    run.close()
+    print(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} steps; tensorboard --logdir runs")
+
+
+if __name__ == "__main__":
+    main_guard(main)

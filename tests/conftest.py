@@ -11,11 +11,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import data
+import dpo
 import evaluate
 import finetune
 import grpo
 import model as models
 import ppo
+import preferences
 import run as runs
 import sample
 
@@ -41,7 +43,7 @@ def tiny_model(seed=0, vocabulary=data.VOCABULARY, context=256):
 def workshop(tmp_path, monkeypatch):
     """Runs and checkpoints go to a temporary folder, with a tiny fine-tuned model in it."""
     checkpoints = tmp_path / "checkpoints"
-    for module in (evaluate, finetune, models, ppo, sample):
+    for module in (dpo, evaluate, finetune, models, ppo, preferences, sample):
         for name, path in ("CHECKPOINTS", checkpoints), ("FINETUNED", checkpoints / "finetuned" / "model.pt"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, path)
@@ -54,7 +56,7 @@ def workshop(tmp_path, monkeypatch):
 def quick(workshop, monkeypatch):
     """A function that runs a script's `main` with some flags: short stories, small rollouts, two asks to measure on."""
     monkeypatch.setenv("STORY_FLOAT32", "1")
-    for module in ppo, evaluate:
+    for module in ppo, evaluate, preferences:
         monkeypatch.setattr(module, "STORY_TOKENS", 12)
     monkeypatch.setattr(ppo, "STORIES", 16)
     monkeypatch.setattr(grpo, "PROMPTS", 2)
