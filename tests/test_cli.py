@@ -6,18 +6,21 @@ from pathlib import Path
 
 import pytest
 
+import bench
 import data
+import dpo
 import evaluate
 import finetune
 import grpo
 import model as models
 import ppo
+import preferences
 import pretrain
 import rewards
 import sample
 
 ROOT = Path(data.__file__).parent
-SCRIPTS = [data, rewards, models, sample, evaluate, pretrain, finetune, ppo, grpo]
+SCRIPTS = [data, rewards, models, sample, evaluate, pretrain, finetune, ppo, grpo, preferences, dpo, bench]
 
 
 @pytest.fixture

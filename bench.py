@@ -1,0 +1,176 @@
+"""How fast is it here, and how near to what the machine can do?
+
+    python bench.py                             every figure, three times each, in turn with the ceiling
+    python bench.py --repeats 5 --json bench.json
+    python bench.py --only writing update       figures whose names hold one of these
+
+The ceiling is the rate of plain matrix products of the model's shapes, in FLOP/s, measured right before each figure: the
+machine's speed may drift within minutes, the share of the ceiling does not. The arithmetic counted is that of real tokens
+alone: 2 x parameters for a token read or written, 6 x parameters for one learned from.
+"""
+
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import data
+import grpo
+import model as models
+import ppo
+from data import STORY_TOKENS, VOCABULARY, Parser, main_guard
+from evaluate import SCORED
+from model import Config, StoryModel, for_writing, pack, token_log_probs
+from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, optimizers, train_step
+from run import count
+from sample import generate
+
+PROMPT = data.encode(data.instruction(data.DEMO))
+
+
+def clock(work):
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
+    return time.perf_counter() - start
+
+
+def ceiling(device, dtype, config, rows=2048):
+    """FLOP/s of the matrix products of one pass through the model, 2048 tokens at a time, in one precision."""
+    block = [(config.channels, config.channels)] * 4 + [(config.channels, config.hidden)] * 2 + [(config.hidden, config.channels)]
+    shapes = block * config.layers + [(config.channels, config.vocabulary)]
+    pairs = {shape: [torch.randn(rows, shape[0]), torch.randn(*shape)] for shape in set(shapes)}
+    pairs = {shape: [x.to(device, dtype) for x in pair] for shape, pair in pairs.items()}
+    seconds = clock(lambda: [torch.mm(*pairs[shape]) for shape in shapes])
+    return sum(2 * rows * into * out for into, out in shapes) / seconds
+
+
+def random_stories(number, length):
+    return torch.randint(0, VOCABULARY - 1, (number, length)).tolist()  # no end of text among them
+
+
+class Endless(StoryModel):
+    """A model that never writes an end of text: every story runs to all its tokens."""
+
+    def logits(self, channels):
+        return super().logits(channels).index_fill(-1, torch.tensor([data.END], device=channels.device), -1e9)
+
+
+class Bench:
+    """The things that are timed. Each method returns (work, tokens, parameters' multiples of arithmetic for a token)."""
+
+    def __init__(self, device, dtype):
+        self.device, self.precision = device, models.Precision(device, dtype)
+        self.model = StoryModel(Config()).to(device)
+        for weight in self.model.parameters():
+            if weight.dim() == 2:
+                torch.nn.init.normal_(weight, std=0.02)
+        self.parameters = sum(weight.numel() for weight in self.model.parameters())
+
+    def pretraining(self):
+        both = optimizers(self.model, MUON, ADAM, self.precision.dtype)
+        micro = torch.randint(0, VOCABULARY, (ROWS, CONTEXT + 1), device=self.device).split(MICRO)
+        return lambda: train_step(self, self.model, both, [(part, None) for part in micro]), ROWS * CONTEXT, 6
+
+    def writing(self, stories):
+        writer = for_writing(Endless(Config()).to(self.device), self.precision.dtype)
+        return lambda: generate(writer, [PROMPT] * stories, STORY_TOKENS), stories * STORY_TOKENS, 2
+
+    def scoring(self):
+        tokens, mask = pack([PROMPT] * SCORED, random_stories(SCORED, STORY_TOKENS), self.device)
+
+        def work():
+            with torch.no_grad(), self.precision():
+                token_log_probs(self.model, tokens, mask)
+
+        return work, SCORED * STORY_TOKENS, 2
+
+    def update(self):
+        tokens, mask = pack([PROMPT] * ppo.STORIES, random_stories(ppo.STORIES, STORY_TOKENS), self.device)
+        zero = torch.zeros_like(mask)
+        rewards = torch.rand(ppo.STORIES, device=self.device)
+        batch = ppo.Rollout([], rewards, tokens, mask, zero, zero, zero, 0.0)
+        method = grpo.GRPO()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        advantages = method.advantages(batch)[0]
+        work = lambda: ppo.update(self.model, optimizer, batch, advantages, method, 0.05, self.precision)
+        return work, ppo.EPOCHS * ppo.STORIES * STORY_TOKENS, 6
+
+    def rollout(self, model):
+        method, optimizer = grpo.GRPO(), torch.optim.AdamW(model.parameters(), lr=0.0)
+        asks = [words for words in data.load_asks()[: grpo.PROMPTS] for _ in range(grpo.GROUP)]
+
+        def work():
+            batch = ppo.rollout(model, model, asks, self.precision)
+            ppo.update(model, optimizer, batch, method.advantages(batch)[0], method, 0.05, self.precision)
+
+        return work, ppo.STORIES, 0
+
+    def copying(self):
+        """Bytes of the weights read for each token of a single story, as a plain copy reads them."""
+        weights = torch.cat([weight.flatten() for weight in self.model.parameters()]).to(self.precision.dtype)
+        into = torch.empty_like(weights)
+        return lambda: into.copy_(weights), 1, 0
+
+
+def main():
+    args = Parser(__doc__)
+    args.add_argument("--repeats", type=count, default=3, help="times each figure is taken, after one to warm up (default 3)")
+    args.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="only figures whose names hold one of these (default: all)")
+    args.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    args = args.parse_args()
+    device, dtype = models.pick_device(args.device)
+    models.keep_freed_memory()
+    torch.manual_seed(1)
+    bench = Bench(device, dtype)
+    figures = {
+        "copying the weights": (bench.copying, "times/s"),
+        "pretraining": (bench.pretraining, "tokens/s"),
+        "writing, 1 story": (lambda: bench.writing(1), "tokens/s"),
+        "writing, 8 stories": (lambda: bench.writing(8), "tokens/s"),
+        "writing, 128 stories": (lambda: bench.writing(128), "tokens/s"),
+        "scoring": (bench.scoring, "tokens/s"),
+        "update": (bench.update, "tokens/s"),
+        "rollout, random model": (lambda: bench.rollout(Endless(Config()).to(device)), "stories/s"),
+        "rollout, shipped model": (lambda: bench.rollout(models.load_checkpoint(models.FINETUNED, device)), "stories/s"),
+    }
+    print(f"{device}, {dtype}, {torch.get_num_threads()} threads, {bench.parameters / 1e6:.1f}M parameters")
+    for precision in torch.float32, torch.bfloat16:
+        rates = [ceiling(device, precision, Config()) for _ in range(args.repeats + 1)][1:]
+        print(f"matrix products in {str(precision)[6:]:10} {statistics.median(rates) / 1e12:.3f} TFLOP/s")
+    results = []
+    for name, (make, unit) in figures.items():
+        if not any(part in name for part in args.only):
+            continue
+        work, amount, multiple = make()
+        work()
+        rates, shares = [], []
+        for _ in range(args.repeats):
+            most = ceiling(device, dtype, Config())
+            rates.append(amount / clock(work))
+            shares.append(rates[-1] * multiple * bench.parameters / most)
+        row = {"name": name, "unit": unit, "median": statistics.median(rates), "least": min(rates), "most": max(rates)}
+        row["seconds"] = amount / row["median"]
+        row["share_of_ceiling"] = statistics.median(shares) if multiple else None
+        results.append(row)
+        share = f"  {row['share_of_ceiling']:4.0%} of the ceiling" if multiple else ""
+        spread = f"({row['least']:,.1f} to {row['most']:,.1f})"
+        print(f"{name:24} {row['median']:10,.1f} {unit:10} {spread:26} {row['seconds']:8.2f} s{share}", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    print(f"peak memory {peak:.2f} GiB")
+    if args.json:
+        content = {"device": str(device), "dtype": str(dtype), "peak_memory_gib": peak, "figures": results}
+        data.write_whole(args.json, (json.dumps(content, indent=2) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main_guard(main)
