@@ -222,7 +222,7 @@ class Precision:
 
 
 def keep_freed_memory():
-    """Have glibc keep freed memory for the next step, not return it and fault it in again (1.5 times the speed)."""
+    """Have glibc keep freed memory for the next step, not return it to the system and fault it in again."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
