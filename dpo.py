@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from data import encode, instruction, main_guard, say
-from model import FINETUNED, pack, save_checkpoint, token_log_probs
-from ppo import MEASURE_EVERY, report
+from model import FINETUNED, pack, token_log_probs
+from ppo import MEASURE_EVERY, finish, report
 from preferences import PAIRS, load_pairs
 from run import Run, flags, kind
 
@@ -95,9 +95,7 @@ def main():
             measure()
     if run.steps % MEASURE_STEPS:
         measure()
-    save_checkpoint(run.folder / "model.pt", model, steps=run.steps)
-    run.close()
-    print(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} steps; tensorboard --logdir runs")
+    finish(run, model, "step")
 
 
 if __name__ == "__main__":

@@ -238,9 +238,14 @@ def train(run, method, kl):
             measure()
     if run.steps % MEASURE_EVERY:
         measure()
+    finish(run, model, "rollout")
+
+
+def finish(run, model, unit):
+    """Write the final model, close the run, and say where it is."""
     save_checkpoint(run.folder / "model.pt", model, steps=run.steps)
     run.close()
-    print(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} rollouts; tensorboard --logdir runs")
+    print(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} {unit}s; tensorboard --logdir runs")
 
 
 def report(run, model, parts, unit, reference=None):

@@ -67,7 +67,8 @@ def main():
     device, dtype = models.pick_device(args.device)
     model = for_writing(load_checkpoint(args.start, device), dtype)
     models.keep_freed_memory()
-    asks = load_asks()[: args.asks]
+    every = load_asks()
+    asks = every[: args.asks]
     settings = {"from": file_hash(args.start), "seed": args.seed, "stories": args.stories}
     done, lines = 0, [json.dumps(settings)]
     if args.resume and args.overwrite:
@@ -83,7 +84,7 @@ def main():
             file.writelines(line + "\n" for line in lines)
             for start in range(done, len(asks), ASKS_AT_ONCE):
                 group = asks[start : start + ASKS_AT_ONCE]
-                generator = torch.Generator().manual_seed(args.seed * len(load_asks()) + start)  # so that resuming changes nothing
+                generator = torch.Generator().manual_seed(args.seed * len(every) + start)  # so that resuming changes nothing
                 prompts = [encode(instruction(words)) for words in group for _ in range(args.stories)]
                 stories = generate(model, prompts, STORY_TOKENS, generator=generator)
                 for row, words in enumerate(group):
