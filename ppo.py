@@ -5,7 +5,8 @@
 One story for each of 128 instructions, its reward, and how much better that is than the critic expected just before each
 token; then two passes of clipped updates. Simpler than the usual PPO on language models: the critic is one linear layer
 on the policy's channels, the reward comes at the story's end with no discount, so a token's advantage is the reward
-minus the critic's value (generalised advantage estimation with lambda 1), and the KL is in the loss.
+minus the critic's value (generalised advantage estimation with lambda 1), and the KL is in the loss. The usual forms are
+two flags away: --lam 0.95 and --kl-in reward.
 """
 
 import copy
@@ -23,7 +24,7 @@ from data import DEMO, STORY_TOKENS, Problem, decode, encode, instruction, load_
 from evaluate import kl_terms
 from model import FINETUNED, for_writing, log_probs, pack, save_checkpoint, story_channels, token_log_probs
 from rewards import words_used
-from run import Run, flags, weight
+from run import Run, flags, share, weight
 from sample import generate, write
 
 STORIES = 128  # a rollout
@@ -50,6 +51,7 @@ class Rollout:
     reference: torch.Tensor  # log-probabilities of the frozen reference
     channels: torch.Tensor  # (stories, longest - 1, channels): what the critic reads before each token
     ended: float  # share of stories that end with an end of text
+    returns: torch.Tensor = None  # what the critic learns towards, once PPO has worked it out
 
 
 def rollout(model, reference, asks, precision):
@@ -147,6 +149,35 @@ class Critic(nn.Module):
         """(..., channels) -> (...,). The channels get no gradient."""
         return self.linear(channels.detach()).squeeze(-1)
 
+    def values(self, batch, rows):
+        """The values before the tokens of some of a rollout's stories: (rows, longest - 1)."""
+        return self(batch.channels[rows])
+
+
+def token_rewards(batch, kl):
+    """The story's reward at its last token, less `kl` times log p - log p_ref at each: (stories, longest - 1).
+
+    The KL in the reward: Ouyang et al. 2022, equation 2, token by token.
+    """
+    rewards = kl * (batch.reference - batch.log_probs) * batch.mask
+    last = batch.mask.shape[1] - 1 - batch.mask.flip(1).argmax(1)
+    rewards[torch.arange(len(last)), last] += batch.rewards
+    return rewards
+
+
+def lambda_returns(rewards, values, mask, lam):
+    """What generalised advantage estimation adds to the value, with discount 1: Schulman et al. 2015, equation 16.
+
+    rewards, values, mask: (stories, longest - 1). G_t = r_t + (1 - lambda) V_(t+1) + lambda G_(t+1), with V and G zero
+    after a story's last token; the advantage is G_t - V_t. With lambda 1, G_t is exactly the sum of the rewards from t on.
+    """
+    returns, values = torch.zeros_like(rewards), values * mask
+    following = value = torch.zeros_like(rewards[:, 0])  # G and V of the token after
+    for place in reversed(range(rewards.shape[1])):
+        following = (rewards[:, place] + (1 - lam) * value + lam * following) * mask[:, place]
+        returns[:, place], value = following, values[:, place]
+    return returns
+
 
 def explained_variance(values, returns, mask):
     """1 - Var[return - value] / Var[return] over story tokens: 1 is a perfect critic, 0 one that knows only the mean."""
@@ -157,9 +188,13 @@ def explained_variance(values, returns, mask):
 
 
 class PPO:
-    """What PPO does its own way. `grpo.GRPO` has the same four methods."""
+    """What PPO does its own way. `grpo.GRPO` has the same four methods.
 
-    def __init__(self, model):
+    kl: of the KL in the reward; 0 where it is in the loss.
+    """
+
+    def __init__(self, model, lam=1.0, kl=0.0):
+        self.lam, self.kl = lam, kl
         self.critic = Critic(model.config.channels).to(model.cos.device)
         # The bias learns the mean reward at once: at the weights' rate, all of them would first bend to make up for it.
         bias = {"params": [self.critic.linear.bias], "lr": CRITIC_BIAS_RATE}
@@ -172,23 +207,25 @@ class PPO:
         return [asks[number] for number in random.choice(len(asks), STORIES, replace=False)]
 
     def advantages(self, batch):
-        """Reward minus value, for each token: (stories, longest - 1), and what to log."""
+        """How much better each token's return is than its value: (stories, longest - 1), and what to log."""
         with torch.no_grad():
-            values = self.critic(batch.channels)
-        returns = batch.rewards[:, None].expand_as(values)
-        log = {"critic/loss": ((returns - values)[batch.mask.bool()] ** 2).mean().item()}
-        log["critic/explained_variance"] = explained_variance(values, returns, batch.mask)
-        return (returns - values) * batch.mask, log
+            values = torch.cat([self.critic.values(batch, rows) for rows in torch.arange(len(batch.tokens)).split(MINIBATCH)])
+        rewards = token_rewards(batch, self.kl)
+        batch.returns = lambda_returns(rewards, values, batch.mask, self.lam)
+        came = lambda_returns(rewards, values, batch.mask, 1.0)  # the critic is judged by what really came, whatever lambda
+        log = {"critic/loss": ((came - values)[batch.mask.bool()] ** 2).mean().item()}
+        log["critic/explained_variance"] = explained_variance(values, came, batch.mask)
+        return (batch.returns - values) * batch.mask, log
 
     def weights(self, mask):
         """A mean over all story tokens of the minibatch."""
         return mask / mask.sum().clamp(min=1)
 
     def learn(self, batch, rows):
-        """One step of the critic towards the rewards."""
-        mask = batch.mask[rows]
-        error = self.critic(batch.channels[rows]) - batch.rewards[rows, None]
-        (error**2 * self.weights(mask)).sum().backward()
+        """One step of the critic towards the returns."""
+        for part, counts in zip(rows.split(PIECE), self.weights(batch.mask[rows]).split(PIECE)):
+            (counts * (self.critic.values(batch, part) - batch.returns[part]) ** 2).sum().backward()
+        nn.utils.clip_grad_norm_(self.critic.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -280,14 +317,19 @@ def group_text(asks, batch, advantages):
 
 def arguments(description):
     args = flags(description, FINETUNED)
-    args.add_argument("--kl", type=weight, default=0.05, help="weight of the KL from the reference in the loss (default 0.05)")
-    return args.parse_args()
+    args.add_argument("--kl", type=weight, default=0.05, help="weight of the KL from the reference (default 0.05)")
+    return args
 
 
 def main():
     args = arguments(__doc__)
-    run = Run(args, "ppo", f"kl-{args.kl:g}")
-    train(run, PPO(run.base), args.kl)
+    args.add_argument("--lam", type=share, default=1.0, help="lambda of generalised advantage estimation (default 1: return minus value)")
+    args.add_argument("--kl-in", choices=["loss", "reward"], default="loss", help="where the KL counts (default loss)")
+    args = args.parse_args()
+    changed = [f"lam-{args.lam:g}"] * (args.lam != 1) + [f"kl-in-{args.kl_in}"] * (args.kl_in != "loss")
+    run = Run(args, "ppo", "-".join([f"kl-{args.kl:g}", *changed]))
+    in_reward = args.kl if args.kl_in == "reward" else 0.0
+    train(run, PPO(run.base, args.lam, in_reward), args.kl - in_reward)
 
 
 if __name__ == "__main__":

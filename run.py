@@ -39,6 +39,7 @@ def kind(convert, holds, wanted):
 
 minutes = kind(float, lambda value: 0 < value < math.inf, "a number of minutes above 0")
 weight = kind(lambda text: float(text) + 0.0, lambda value: 0 <= value < math.inf, "a finite number of 0 or more")
+share = kind(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 count = kind(int, lambda value: value > 0, "a whole number of 1 or more")
 name = kind(str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch, "a plain name: letters, digits, dots and dashes")
 whole = kind(int, lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295")

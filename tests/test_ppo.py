@@ -152,8 +152,7 @@ def test_the_clip_fraction_leaves_out_what_the_minimum_did_not_take(tiny, staged
     batch = staged(tiny, tiny, [0.0] * 2, [[5, 6, 7], [8]])
     batch.log_probs = batch.log_probs - batch.mask * math.log(1.5)  # every ratio is 1.5
     advantages = batch.mask * torch.tensor([[1.0], [-1.0]])  # the first story's three tokens are clipped, the second's is not
-    method = ppo.PPO(tiny)
-    figures = ppo.update(tiny, Recorder(tiny), batch, advantages, method, 0.05, FLOAT32)
+    figures = ppo.update(tiny, Recorder(tiny), batch, advantages, grpo.GRPO(), 0.05, FLOAT32)
     assert figures["update/clip_fraction"] == pytest.approx(3 / 4)
     assert figures["update/ratio"] == pytest.approx(1.5, abs=1e-4)
 
@@ -201,7 +200,7 @@ def test_a_reference_that_is_far_away_gives_no_overflow(tiny, staged):
     batch = staged(tiny, tiny, [0.0] * 16)
     batch.reference = batch.reference + 200 * batch.mask  # e^200 is infinite in float32
     optimizer = Recorder(tiny)
-    figures = ppo.update(tiny, optimizer, batch, batch.mask * 0.5, ppo.PPO(tiny), 0.05, FLOAT32)
+    figures = ppo.update(tiny, optimizer, batch, batch.mask * 0.5, grpo.GRPO(), 0.05, FLOAT32)
     assert math.isfinite(figures["update/loss"]) and all(each.isfinite().all() for step in optimizer.gradients for each in step)
 
 
@@ -274,6 +273,7 @@ def test_the_critics_gradient_does_not_reach_the_policy(tiny, staged):
     batch.channels.requires_grad_()
     torch.nn.init.normal_(method.critic.linear.weight)
     before = weights_of(method.critic)
+    method.advantages(batch)
     method.learn(batch, torch.arange(16))
     assert batch.channels.grad is None and all(weight.grad is None for weight in tiny.parameters())
     assert not same(before, weights_of(method.critic))
@@ -301,6 +301,7 @@ def test_padding_changes_nothing_for_the_critic():
     results = []
     for batch in clean, dirty:
         method = ppo.PPO(tiny_model())
+        method.advantages(batch)
         method.learn(batch, torch.arange(3))
         results.append((weights_of(method.critic), *method.advantages(batch)))
     (one, advantages, log), (other, dirty_advantages, dirty_log) = results
