@@ -6,7 +6,7 @@ One story for each of 128 instructions, its reward, and how much better that is 
 token; then two passes of clipped updates. Simpler than the usual PPO on language models: the critic is one linear layer
 on the policy's channels, the reward comes at the story's end with no discount, so a token's advantage is the reward
 minus the critic's value (generalised advantage estimation with lambda 1), and the KL is in the loss. The usual forms are
-two flags away: --lam 0.95 and --kl-in reward.
+three flags away: --lam 0.95, --kl-in reward, --critic model.
 """
 
 import copy
@@ -154,6 +154,20 @@ class Critic(nn.Module):
         return self(batch.channels[rows])
 
 
+class CriticModel(Critic):
+    """The linear layer on a story model of its own, a copy of the policy's start that learns with it: Ouyang et al. 2022."""
+
+    def __init__(self, model, precision):
+        super().__init__(model.config.channels)
+        self.body, self.precision = copy.deepcopy(model), precision
+
+    def values(self, batch, rows):
+        chosen = batch.mask[rows].bool()
+        with self.precision():
+            read = story_channels(self.body, batch.tokens[rows], chosen)
+        return torch.zeros_like(batch.mask[rows]).masked_scatter(chosen, self.linear(read.float()).squeeze(-1))
+
+
 def token_rewards(batch, kl):
     """The story's reward at its last token, less `kl` times log p - log p_ref at each: (stories, longest - 1).
 
@@ -193,13 +207,13 @@ class PPO:
     kl: of the KL in the reward; 0 where it is in the loss.
     """
 
-    def __init__(self, model, lam=1.0, kl=0.0):
+    def __init__(self, model, lam=1.0, kl=0.0, critic=None):
         self.lam, self.kl = lam, kl
-        self.critic = Critic(model.config.channels).to(model.cos.device)
+        self.critic = (critic or Critic(model.config.channels)).to(model.cos.device)
         # The bias learns the mean reward at once: at the weights' rate, all of them would first bend to make up for it.
-        bias = {"params": [self.critic.linear.bias], "lr": CRITIC_BIAS_RATE}
-        weights = {"params": [self.critic.linear.weight], "lr": CRITIC_RATE}
-        self.optimizer = torch.optim.AdamW([weights, bias], weight_decay=0.0)
+        rates = {"linear.weight": CRITIC_RATE, "linear.bias": CRITIC_BIAS_RATE}
+        groups = [{"params": [weight], "lr": rates.get(name, LEARNING_RATE)} for name, weight in self.critic.named_parameters()]
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
 
     def ask(self, random):
         """128 different instructions, a story each."""
@@ -325,11 +339,13 @@ def main():
     args = arguments(__doc__)
     args.add_argument("--lam", type=share, default=1.0, help="lambda of generalised advantage estimation (default 1: return minus value)")
     args.add_argument("--kl-in", choices=["loss", "reward"], default="loss", help="where the KL counts (default loss)")
+    args.add_argument("--critic", choices=["linear", "model"], default="linear", help="one layer on the policy, or a model of its own")
     args = args.parse_args()
     changed = [f"lam-{args.lam:g}"] * (args.lam != 1) + [f"kl-in-{args.kl_in}"] * (args.kl_in != "loss")
-    run = Run(args, "ppo", "-".join([f"kl-{args.kl:g}", *changed]))
+    run = Run(args, "ppo", "-".join([f"kl-{args.kl:g}", *changed, *["critic-model"] * (args.critic == "model")]))
+    critic = CriticModel(run.base, run.precision) if args.critic == "model" else None
     in_reward = args.kl if args.kl_in == "reward" else 0.0
-    train(run, PPO(run.base, args.lam, in_reward), args.kl - in_reward)
+    train(run, PPO(run.base, args.lam, in_reward, critic), args.kl - in_reward)
 
 
 if __name__ == "__main__":

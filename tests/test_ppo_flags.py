@@ -1,10 +1,12 @@
-"""The usual forms of PPO: --lam, --kl-in reward."""
+"""The usual forms of PPO: --lam, --kl-in reward, --critic model."""
 
 import pytest
 import torch
+from by_hand import FLOAT32
 from conftest import tiny_model
 
 import data
+import model as models
 import ppo
 
 MIXED = [number * 7 % 4 / 3 for number in range(16)]
@@ -71,3 +73,73 @@ def test_a_lambda_that_is_no_number_from_0_to_1_is_refused(quick, capsys, lam):
     with pytest.raises(SystemExit):
         quick(ppo, "--lam", lam)
     assert "is not a number from 0 to 1" in capsys.readouterr().err
+
+
+# ---- a model as critic
+
+
+@pytest.fixture
+def deep(tiny):
+    """PPO with a model of its own as critic, that has an opinion from the start."""
+    method = ppo.PPO(tiny, critic=ppo.CriticModel(tiny, FLOAT32))
+    torch.nn.init.normal_(method.critic.linear.weight, std=0.3)
+    return method
+
+
+def test_a_model_critic_starts_at_zero_as_the_linear_one_does(tiny, staged):
+    method = ppo.PPO(tiny, critic=ppo.CriticModel(tiny, FLOAT32))
+    assert not values_of(method, staged(tiny, tiny, MIXED)).any()
+
+
+def test_before_it_has_learned_a_model_critic_reads_what_the_linear_one_reads(tiny, staged, deep):
+    batch, linear = staged(tiny, tiny, MIXED), ppo.PPO(tiny)
+    linear.critic.linear.load_state_dict(deep.critic.linear.state_dict())
+    torch.testing.assert_close(values_of(deep, batch) * batch.mask, values_of(linear, batch) * batch.mask)
+
+
+@pytest.mark.parametrize("kind", ["linear", "model"])
+def test_the_value_used_for_a_token_has_not_seen_that_token(tiny, staged, deep, kind):
+    method = deep if kind == "model" else ppo.PPO(tiny)
+    torch.nn.init.normal_(method.critic.linear.weight, std=0.3)
+    one, other = (values_of(method, staged(tiny, tiny, [0.0], [[5, 6, token, 8]]))[0] for token in (7, 70))
+    before = len(data.encode(data.instruction(data.load_asks()[0]))) - 1
+    torch.testing.assert_close(one[before : before + 3], other[before : before + 3], atol=1e-6, rtol=0)
+    assert abs(one[before + 3] - other[before + 3]) > 1e-3  # the fourth comes after the third was read
+
+
+def test_a_model_critic_learns_in_all_its_weights_and_leaves_the_policy_alone(tiny, staged, deep):
+    batch, policy = staged(tiny, tiny, MIXED), [weight.clone() for weight in tiny.parameters()]
+    before = [weight.clone() for weight in deep.critic.parameters()]
+    deep.advantages(batch)
+    deep.learn(batch, torch.arange(16))
+    moved = [not torch.equal(one, other) for one, other in zip(before, deep.critic.parameters(), strict=True)]
+    assert all(moved)
+    assert all(torch.equal(one, other) for one, other in zip(policy, tiny.parameters()))
+    assert all(weight.grad is None for weight in tiny.parameters())
+
+
+def test_a_model_critic_explains_more_and_more_of_rewards_that_the_instruction_tells(tiny, staged, monkeypatch):
+    monkeypatch.setattr(ppo, "CRITIC_RATE", 1e-2)
+    stories = [[5 + number % 2, 9, 9] for number in range(32)]  # a story that begins with token 6 is worth 1
+    batch = staged(tiny, tiny, [float(number % 2) for number in range(32)], stories)
+    method, explained = ppo.PPO(tiny, critic=ppo.CriticModel(tiny, FLOAT32)), []
+    for _ in range(3):
+        explained.append(method.advantages(batch)[1]["critic/explained_variance"])
+        for rows in torch.arange(32).repeat(20).split(16):
+            method.learn(batch, rows)
+    # of three tokens the first is written before anything is known, so two thirds are what can be explained
+    assert explained[0] == pytest.approx(0, abs=1e-6) and explained == sorted(explained) and explained[-1] > 0.5
+
+
+def test_a_run_with_every_flag_resumes_to_the_same_numbers(quick, workshop, monkeypatch):
+    monkeypatch.setattr(ppo, "words_used", lambda text, _: len(text) % 4 / 3)
+    flags = "--kl-in", "reward", "--lam", 0.9, "--critic", "model"
+    quick(ppo, "--rollouts", 2, *flags, "--name", "once")
+    quick(ppo, "--rollouts", 1, *flags)
+    quick(ppo, "--rollouts", 2, *flags, "--resume")
+    folder = workshop / "checkpoints" / "ppo"
+    once, twice = (models.read(folder / f"kl-0.05-lam-0.9-kl-in-reward-critic-model{name}" / "state.pt") for name in ("-once", ""))
+    for key in once["method"]["critic"]:
+        torch.testing.assert_close(once["method"]["critic"][key], twice["method"]["critic"][key], atol=1e-6, rtol=1e-5)
+    for key in once["model"]:
+        torch.testing.assert_close(once["model"][key], twice["model"][key], atol=1e-6, rtol=1e-5)
