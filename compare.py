@@ -1,0 +1,217 @@
+"""PPO, GRPO and DPO from the same start over several seeds, then all of them measured.
+
+    python compare.py --rollouts 32 --seeds 5       equal rollouts: this is what compares the methods
+    python compare.py --minutes 10 --seeds 2        equal minutes: this is what a reader sees
+
+Within a seed the methods take turns, so that a machine that drifts does not favour one. Ctrl-C ends it; the same command
+goes on where it stopped, and skips what is there. DPO learns from as many stories as the others write, written before
+its run by the model it starts from, and computes gradients for as many; with --minutes, writing them is not counted.
+"""
+
+import importlib.util
+import json
+import math
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import data
+import dpo
+import evaluate
+import model as models
+import ppo
+import run as runs
+from data import Parser, Problem, main_guard, say
+from run import count, minutes
+
+METHODS = {
+    "ppo-kl-0.05": ["ppo.py", "--kl", "0.05"],
+    "grpo-kl-0.05": ["grpo.py", "--kl", "0.05"],
+    "grpo-kl-0": ["grpo.py", "--kl", "0"],
+    "dpo-beta-0.1": ["dpo.py", "--beta", "0.1"],
+}
+COLUMNS = ["words_used", "plain_bits_per_byte", "ended", "repeats", "distinct_pairs", "kl", "steps", "minutes"]
+PAIRED = ("grpo-kl-0.05", "ppo-kl-0.05")
+STORIES_AN_ASK = 8
+TIMED_ROLLOUTS = 8  # whose stories DPO gets where the budget is minutes
+
+
+def folder_of(method, budget, seed):
+    """Where a run of this comparison keeps its checkpoints, below checkpoints/."""
+    family, _, settings = method.partition("-")
+    return f"{family}/{settings}-compare-{budget}" + f"-seed-{seed}" * (seed != 1)
+
+
+def done_by(folder):
+    """(steps, minutes) that a run has done, (0, 0) where there is none yet."""
+    state = models.CHECKPOINTS / folder / "state.pt"
+    if not state.exists():
+        return 0, 0.0
+    clock = models.read(state)["run"]
+    if clock["start_hash"] != runs.file_hash(models.FINETUNED):
+        raise Problem(f"{state.parent} started from another model than {models.FINETUNED} is now: move it away first")
+    return clock["steps"], clock["minutes"]
+
+
+def execute(command):
+    """Run one of our scripts. Ctrl-C reaches it too, and is waited for: it saves and measures before it ends."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], cwd=runs.RUNS.parent)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+    if status:
+        raise Problem(f"python {' '.join(map(str, command))} failed: see above; the same command goes on after it")
+
+
+def write_pairs(rollouts, seed):
+    """The pairs of a seed, from as many stories as that many rollouts have. Returns their file."""
+    file = data.FOLDER / f"preferences-{rollouts}-seed-{seed}.jsonl"
+    asks = rollouts * ppo.STORIES // STORIES_AN_ASK
+    command = ["preferences.py", "--asks", asks, "--stories", STORIES_AN_ASK, "--seed", seed, "--out", file]
+    execute(command + ["--resume"] * file.exists())
+    return file
+
+
+def train(method, args, seed):
+    """One run, from its start or from where it stopped; nothing where it is complete. Returns whether it is now."""
+    folder, steps, off_line = folder_of(method, args.budget, seed), args.rollouts, method.startswith("dpo")
+    if off_line and steps:  # as many gradients of stories, two a pair
+        steps = steps * ppo.EPOCHS * ppo.STORIES // (2 * dpo.MINIBATCH)
+    complete = lambda done, spent: done >= steps if steps else spent >= args.minutes
+    state = done_by(folder)
+    if complete(*state) and (models.CHECKPOINTS / folder / "model.pt").exists():
+        return True
+    say(f"--- {method}, seed {seed}")
+    command = [*METHODS[method], "--seed", seed, "--name", f"compare-{args.budget}"]
+    command += ["--steps" if off_line else "--rollouts", steps] if steps else ["--minutes", args.minutes]
+    if off_line:
+        command += ["--pairs", write_pairs(args.rollouts or TIMED_ROLLOUTS, seed)]
+    execute(command + (["--resume"] if state[0] else ["--overwrite"]))
+    return complete(*done_by(folder))
+
+
+def measure(path, args):
+    """All figures of a model on the held-out asks."""
+    device, dtype = models.pick_device()
+    model, reference = (models.load_checkpoint(each, device) for each in (path, models.FINETUNED))
+    precision, plain = models.Precision(device, dtype), evaluate.load_plain()
+    return evaluate.measure(model, precision, data.load_instructions(), args.stories, plain, reference, show=evaluate.model_name(path))
+
+
+def spread(rows):
+    """{column: {"mean", "sd"}} over seeds; no sd of a single one."""
+    found = {}
+    for column in COLUMNS:
+        values = [row[column] for row in rows if row.get(column) is not None]
+        if values:
+            found[column] = {"mean": float(np.mean(values)), "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None}
+    return found
+
+
+def paired_difference(one, other):
+    """Mean of one - other, paired by seed, with the 95% interval of Student's t. Equally long lists, two numbers or more."""
+    from scipy import stats
+
+    differences = np.subtract(one, other)
+    middle, margin = differences.mean(), stats.t.ppf(0.975, len(differences) - 1) * differences.std(ddof=1) / math.sqrt(len(differences))
+    return {"mean": float(middle), "low": float(middle - margin), "high": float(middle + margin), "seeds": len(differences)}
+
+
+def summarise(rows):
+    """Mean and spread of each method, and the paired difference where both methods have two seeds in common or more."""
+    by_method = {}
+    for row in rows:
+        by_method.setdefault(row["method"], {})[row["seed"]] = row
+    summary = {method: spread(list(seeds.values())) for method, seeds in by_method.items()}
+    one, other = (by_method.get(method, {}) for method in PAIRED)
+    seeds = sorted(set(one) & set(other))
+    difference = {}
+    if len(seeds) > 1:
+        for column in COLUMNS:
+            difference[column] = paired_difference(*([each[seed][column] for seed in seeds] for each in (one, other)))
+    return {"summary": summary, "difference": {"of": f"{PAIRED[0]} - {PAIRED[1]}", **difference}}
+
+
+STYLES = {"words_used": ".1%", "plain_bits_per_byte": ".3f", "ended": ".1%", "repeats": ".2f", "distinct_pairs": ".2f", "kl": ".2f"}
+HEADINGS = {"words_used": "words used", "plain_bits_per_byte": "bits/byte", "distinct_pairs": "pairs", "kl": "KL"}
+
+
+def table(content):
+    """The summary as a Markdown table, mean and standard deviation over seeds, and the paired difference below it."""
+    styles = {column: STYLES.get(column, ".1f") for column in COLUMNS}
+    lines = ["| | seeds | " + " | ".join(HEADINGS.get(column, column) for column in COLUMNS) + " |", "| --- " * (len(COLUMNS) + 2) + "|"]
+    for method, figures in content["summary"].items():
+        seeds = sum(row["method"] == method for row in content["runs"])
+        cells = []
+        for column, style in styles.items():
+            each = figures.get(column)
+            deviation = "" if not each or each["sd"] is None else f" ± {format(each['sd'], style)}"
+            cells.append("-" if not each else format(each["mean"], style) + deviation)
+        lines.append(f"| {method} | {seeds} | " + " | ".join(cells) + " |")
+    difference = content["difference"]
+    if len(difference) > 1:
+        cells = [
+            f"{each['mean']:+{style}} ({each['low']:+{style}} to {each['high']:+{style}})"
+            for each, style in ((difference[c], s) for c, s in styles.items())
+        ]
+        lines.append(f"| GRPO − PPO, paired | {difference['words_used']['seeds']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def read_results(file):
+    """The rows that an earlier pass has written, under (method, seed)."""
+    try:
+        return {(row["method"], row["seed"]): row for row in json.loads(file.read_text())["runs"]} if file.exists() else {}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise Problem(f"cannot read {file}: it is not what compare.py writes ({error}); move it away first") from None
+
+
+def main():
+    args = Parser(__doc__)
+    budget = args.add_mutually_exclusive_group()
+    budget.add_argument("--rollouts", type=count, help="rollouts of each run (default 32)")
+    budget.add_argument("--minutes", type=minutes, help="minutes of each run, in place of rollouts")
+    args.add_argument("--seeds", type=count, default=5, help="seeds 1 to this (default 5)")
+    args.add_argument("--stories", type=count, default=2, help="stories written for each of the 200 asks (default 2)")
+    args.add_argument("--json", type=Path, metavar="FILE", help="the results (default runs/compare-BUDGET.json)")
+    args = args.parse_args()
+    if not args.minutes and not args.rollouts:
+        args.rollouts = 32
+    if importlib.util.find_spec("scipy") is None:
+        raise Problem("comparing needs scipy: pip install -r requirements-extra.txt")
+    args.budget = f"rollouts-{args.rollouts}" if args.rollouts else f"minutes-{args.minutes:g}"
+    file = args.json or runs.RUNS / f"compare-{args.budget}.json"
+    rows = read_results(file)
+    content = {"command": f"python compare.py --{args.budget.replace('-', ' ')} --seeds {args.seeds} --stories {args.stories}"}
+    content["machine"] = f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads, {models.pick_device()[1]}"
+
+    def add(method, seed, path, steps, spent):
+        """Measure a model, unless it has been, and write all results so far."""
+        key = {"hash": runs.file_hash(path), "stories": args.stories}
+        if not key.items() <= rows.get((method, seed), {}).items():
+            rows[method, seed] = {"method": method, "seed": seed, **key, **measure(path, args), "steps": steps, "minutes": spent}
+        content.update(runs=list(rows.values()), **summarise(rows.values()))
+        data.write_whole(file, (json.dumps(content, indent=2) + "\n").encode())
+
+    try:
+        add("finetuned", 1, models.FINETUNED, 0, 0.0)
+        for seed in range(1, args.seeds + 1):
+            for method in METHODS:
+                if not train(method, args, seed):
+                    raise KeyboardInterrupt
+                folder = folder_of(method, args.budget, seed)
+                add(method, seed, models.CHECKPOINTS / folder / "model.pt", *done_by(folder))
+    except KeyboardInterrupt:
+        raise Problem("stopped: the same command goes on from here") from None
+    say(table(content))
+    say(f"wrote {file}; python draw.py {file} draws it")
+
+
+if __name__ == "__main__":
+    main_guard(main)

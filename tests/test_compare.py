@@ -1,0 +1,174 @@
+import json
+import sys
+
+import pytest
+import torch
+from conftest import tiny_model
+
+import compare
+import data
+import dpo
+import draw
+import model as models
+import run as runs
+
+FIGURES = {"words_used": 0.5, "plain_bits_per_byte": 1.4, "ended": 0.8, "repeats": 2.0, "distinct_pairs": 0.9, "kl": 3.0}
+pytest.importorskip("scipy")
+
+
+@pytest.fixture
+def commands(workshop, monkeypatch):
+    """`compare.main` by a function of its flags; the scripts do nothing but leave the state of a run. Collects commands.
+
+    `left` holds, for scripts that end early, (steps, minutes) of the state they leave.
+    """
+    seen, left = [], {}
+    for module in compare, dpo:
+        monkeypatch.setattr(module, "FINETUNED", workshop / "checkpoints/finetuned/model.pt", raising=False)
+    monkeypatch.setattr(data, "FOLDER", workshop)
+    monkeypatch.setattr(compare, "measure", lambda path, args: seen.append(f"measure {path.parent.name}") or dict(FIGURES))
+
+    def execute(command):
+        words = [str(word) for word in command]
+        seen.append(" ".join(words))
+        value = lambda flag: words[words.index(flag) + 1]
+        if words[0] == "preferences.py":
+            return models.save({}, value("--out"))
+        method = next(name for name, start in compare.METHODS.items() if words[: len(start)] == start)
+        budget, seed = value("--name").removeprefix("compare-"), int(value("--seed"))
+        folder = models.CHECKPOINTS / compare.folder_of(method, budget, seed)
+        steps = next((int(value(flag)) for flag in ("--rollouts", "--steps") if flag in words), 3)
+        spent = float(value("--minutes")) if "--minutes" in words else 1.0
+        steps, spent = left.pop(method, (steps, spent))
+        clock = {"steps": steps, "minutes": spent, "start_hash": runs.file_hash(models.FINETUNED)}
+        models.save({"run": clock}, folder / "state.pt")
+        models.save_checkpoint(folder / "model.pt", tiny_model(seed))
+
+    monkeypatch.setattr(compare, "execute", execute)
+
+    def start(*argv):
+        monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, argv)])
+        compare.main()
+
+    start.seen, start.left = seen, left
+    return start
+
+
+def trained(commands):
+    return [line for line in commands.seen if not line.startswith("measure")]
+
+
+def test_the_methods_take_turns_within_a_seed(commands, workshop):
+    commands("--rollouts", 4, "--seeds", 2)
+    file = workshop / "preferences-4-seed-1.jsonl"
+    assert trained(commands)[:5] == [
+        "ppo.py --kl 0.05 --seed 1 --name compare-rollouts-4 --rollouts 4 --overwrite",
+        "grpo.py --kl 0.05 --seed 1 --name compare-rollouts-4 --rollouts 4 --overwrite",
+        "grpo.py --kl 0 --seed 1 --name compare-rollouts-4 --rollouts 4 --overwrite",
+        f"preferences.py --asks 64 --stories 8 --seed 1 --out {file}",  # as many stories as four rollouts: 512
+        f"dpo.py --beta 0.1 --seed 1 --name compare-rollouts-4 --steps 32 --pairs {file} --overwrite",  # 1024 gradients of stories
+    ]
+    assert [line.split()[0] for line in trained(commands)[5:]] == ["ppo.py", "grpo.py", "grpo.py", "preferences.py", "dpo.py"]
+
+
+def test_what_is_there_is_skipped_and_what_was_stopped_goes_on(commands):
+    commands.left["grpo-kl-0"] = (2, 1.0)
+    with pytest.raises(data.Problem, match="stopped: the same command goes on from here"):
+        commands("--rollouts", 4, "--seeds", 1)
+    before = len(commands.seen)
+    commands("--rollouts", 4, "--seeds", 1)
+    later = [line for line in commands.seen[before:]]
+    assert [line.split()[:3] for line in later if not line.startswith("measure")] == [
+        ["grpo.py", "--kl", "0"],
+        ["preferences.py", "--asks", "64"],
+        ["dpo.py", "--beta", "0.1"],
+    ]
+    assert "--resume" in later[0] and "--overwrite" not in later[0]
+    assert sum(line.startswith("measure") for line in commands.seen) == 5  # each model once, in both passes together
+
+
+def test_equal_minutes_end_by_the_clock(commands):
+    commands.left["ppo-kl-0.05"] = (9, 7.5)
+    with pytest.raises(data.Problem, match="stopped"):
+        commands("--minutes", 10, "--seeds", 1)
+    commands("--minutes", 10, "--seeds", 1)
+    assert trained(commands)[0].endswith("--name compare-minutes-10 --minutes 10.0 --overwrite")
+    assert trained(commands)[1].endswith("--name compare-minutes-10 --minutes 10.0 --resume")
+
+
+def test_runs_of_another_start_are_not_mixed_in(commands):
+    commands("--rollouts", 4, "--seeds", 1)
+    models.save_checkpoint(models.FINETUNED, tiny_model(5))
+    with pytest.raises(data.Problem, match="started from another model"):
+        commands("--rollouts", 4, "--seeds", 1)
+
+
+def test_the_results_hold_every_run_its_command_and_the_summary(commands, workshop, capsys):
+    commands("--rollouts", 4, "--seeds", 2, "--json", workshop / "results.json")
+    content = json.loads((workshop / "results.json").read_text())
+    assert content["command"] == "python compare.py --rollouts 4 --seeds 2 --stories 2"
+    assert [(row["method"], row["seed"]) for row in content["runs"]] == [("finetuned", 1)] + [
+        (method, seed) for seed in (1, 2) for method in compare.METHODS
+    ]
+    assert content["summary"]["grpo-kl-0"]["words_used"] == {"mean": 0.5, "sd": 0.0}
+    assert content["summary"]["finetuned"]["words_used"] == {"mean": 0.5, "sd": None}
+    assert content["difference"]["words_used"] == {"mean": 0, "low": 0, "high": 0, "seeds": 2}
+    assert "| grpo-kl-0 | 2 | 50.0% ± 0.0% |" in capsys.readouterr().out
+
+
+def test_the_paired_difference_has_students_interval():
+    found = compare.paired_difference([0.5, 0.7, 0.6], [0.4, 0.5, 0.3])  # 0.1, 0.2, 0.3: sd 0.1, and t is 4.3027 for two degrees
+    assert found["mean"] == pytest.approx(0.2) and found["seeds"] == 3
+    assert (found["low"], found["high"]) == pytest.approx((0.2 - 4.3027 * 0.1 / 3**0.5, 0.2 + 4.3027 * 0.1 / 3**0.5), abs=1e-5)
+
+
+def test_the_difference_pairs_seeds_and_not_rows():
+    rows = [{"method": "ppo-kl-0.05", "seed": seed, "words_used": 0.1 * seed} for seed in (1, 2, 3)]
+    rows += [{"method": "grpo-kl-0.05", "seed": seed, "words_used": 0.1 * seed + 0.2} for seed in (3, 2, 1)]
+    rows = [{**dict.fromkeys(compare.COLUMNS, 0.0), **row} for row in rows]
+    found = compare.summarise(rows)["difference"]["words_used"]
+    assert (found["mean"], found["low"], found["high"]) == pytest.approx((0.2, 0.2, 0.2))
+
+
+def test_a_file_of_something_else_is_not_overwritten(commands, workshop):
+    (workshop / "notes.json").write_text("mine")
+    with pytest.raises(data.Problem, match="not what compare.py writes"):
+        commands("--rollouts", 4, "--seeds", 1, "--json", workshop / "notes.json")
+    assert (workshop / "notes.json").read_text() == "mine"
+
+
+# ---- the picture
+
+
+def test_the_picture_is_drawn_from_the_logs(commands, workshop, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    commands("--rollouts", 4, "--seeds", 2, "--json", workshop / "results.json")
+    drawn = []
+    monkeypatch.setattr(draw, "mean_over_seeds", lambda curves, real=draw.mean_over_seeds: drawn.append(curves) or real(curves))
+    for method in compare.METHODS:
+        for seed in 1, 2:
+            with torch.utils.tensorboard.SummaryWriter(runs.RUNS / compare.folder_of(method, "rollouts-4", seed)) as writer:
+                for step in range(1, 5):
+                    for name in "rollout/reward", "rollout/kl":
+                        writer.add_scalar(name, step * seed / 10, step)
+                for name in "eval/words_used", "eval/kl":
+                    writer.add_scalar(name, 0.5, 16)
+    monkeypatch.setattr(sys, "argv", ["draw.py", str(workshop / "results.json")])
+    draw.main()
+    assert (workshop / "results.png").read_bytes()[:4] == b"\x89PNG"
+    steps, values = drawn[0][1]
+    assert steps.tolist() == [1, 2, 3, 4] and values.tolist() == pytest.approx([0.2, 0.4, 0.6, 0.8])  # PPO's second seed
+    assert drawn[-1][0][0].tolist() == [2]  # DPO's 16th step of 32 is where the others' second rollout is of four
+
+
+def test_the_mean_over_seeds_ends_with_the_shortest():
+    steps, values = draw.mean_over_seeds([([1, 2, 3], [1.0, 2.0, 3.0]), ([1, 2], [3.0, 6.0])])
+    assert steps == [1, 2] and values.tolist() == [2.0, 4.0]
+
+
+def test_a_picture_of_runs_that_are_not_here_is_refused(commands, workshop, monkeypatch):
+    pytest.importorskip("matplotlib")
+    commands("--rollouts", 4, "--seeds", 1, "--json", workshop / "results.json")
+    monkeypatch.setattr(sys, "argv", ["draw.py", str(workshop / "results.json")])
+    with pytest.raises(data.Problem, match="draw where the comparison ran"):
+        draw.main()
