@@ -1,7 +1,7 @@
 # make grpo                      the main job: ten minutes of GRPO on the model that ships
 # make grpo MINUTES=1 KL=0       the same with other settings
 # make compare ROLLOUTS=32 SEEDS=5   all methods over seeds; stop it and call it again as you like
-# make ppo | test | lint | board | tags
+# make ppo | test | lint | board | memory | tags
 PYTHON ?= python3
 MINUTES ?= 10
 KL ?= 0.05
@@ -10,13 +10,16 @@ SEEDS ?= 5
 FLAGS ?=
 BIN = .venv/bin
 
-.PHONY: grpo ppo compare test lint board tags
+.PHONY: grpo ppo compare memory test lint board tags
 
 grpo ppo: .venv/ready
 	$(BIN)/python $@.py --minutes $(MINUTES) --kl $(KL) $(FLAGS)
 
 compare: .venv/extra
 	$(BIN)/python compare.py --rollouts $(ROLLOUTS) --seeds $(SEEDS) $(FLAGS)
+
+memory: .venv/ready
+	$(BIN)/python memory.py
 
 test: .venv/ready
 	$(BIN)/python -m pytest -q tests $(FLAGS)

@@ -1,0 +1,117 @@
+"""What does each method need in memory, and what does PPO's critic cost?
+
+    python memory.py                            a table; --json FILE writes it too
+
+Each method does two minibatches of its update, twice, in a process of its own, on random stories of 200 tokens and in
+float32, on the CPU. The peak is what the process held at most, less what it held before there was a model.
+"""
+
+import concurrent.futures
+import json
+import multiprocessing
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+import data
+import dpo
+import grpo
+import ppo
+from data import STORY_TOKENS, VOCABULARY, Parser, main_guard
+from model import Config, Precision, StoryModel, pack
+
+MIB = 2**20
+PROMPT = data.encode(data.instruction(data.DEMO))
+PRECISION = Precision(torch.device("cpu"), torch.float32)
+
+
+def peak():
+    """The most bytes that this process has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def random_stories(number):
+    return torch.randint(0, VOCABULARY - 1, (number, STORY_TOKENS)).tolist()
+
+
+def reinforce(model, reference, optimizer, method):
+    """An update by PPO or GRPO on two minibatches of made-up stories."""
+    stories = random_stories(2 * ppo.MINIBATCH)
+    tokens, mask = pack([PROMPT] * len(stories), stories)
+    with torch.no_grad():
+        old, frozen = (
+            torch.cat([ppo.token_log_probs(each, *part) for part in zip(tokens.split(8), mask.split(8))]) for each in (model, reference)
+        )
+    channels = torch.randn(*mask.shape, model.config.channels)
+    batch = ppo.Rollout([], torch.rand(len(stories)), tokens, mask, old, frozen, channels, 0.0)
+    ppo.update(model, optimizer, batch, method.advantages(batch)[0], method, 0.05, PRECISION)
+
+
+def prefer(model, reference, optimizer, _):
+    """Two steps of DPO, twice, on made-up pairs."""
+    for _ in range(4):
+        stories = [{"tokens": story} for story in random_stories(2 * dpo.MINIBATCH)]
+        pairs = [{"ask": data.DEMO, "chosen": one, "rejected": other} for one, other in zip(stories[::2], stories[1::2])]
+        dpo.step(model, reference, optimizer, pairs, 0.1, PRECISION)
+
+
+METHODS = {
+    "DPO": (prefer, lambda model: None),
+    "PPO, linear critic": (reinforce, lambda model: ppo.PPO(model)),
+    "PPO, critic a model": (reinforce, lambda model: ppo.PPO(model, critic=ppo.CriticModel(model, PRECISION))),
+    "GRPO": (reinforce, lambda model: grpo.GRPO()),
+}
+
+
+def size(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def measure(name, config=None):
+    """The bytes of one method's parts, and the peak of its update. Meant for a fresh process: a peak never falls."""
+    before = peak()
+    torch.manual_seed(1)
+    work, make = METHODS[name]
+    model, reference = StoryModel(config or Config()), StoryModel(config or Config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ppo.LEARNING_RATE, weight_decay=0.0)
+    method = make(model)
+    work(model, reference, optimizer, method)
+    trained, optimizers = [*model.parameters()], [optimizer]
+    if isinstance(method, ppo.PPO):
+        trained += method.critic.parameters()
+        optimizers.append(method.optimizer)
+    states = [tensor for each in optimizers for state in each.state.values() for tensor in state.values()]
+    return {
+        "name": name,
+        "trained_parameters": sum(weight.numel() for weight in trained),
+        "weights": size(trained),
+        "gradients": size(trained),  # one number a weight, of the weight's type
+        "optimizer": size(states),
+        "reference": size(reference.parameters()),
+        "peak": peak() - before,
+    }
+
+
+def main():
+    args = Parser(__doc__)
+    args.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too, in bytes")
+    args = args.parse_args()
+    columns = ["weights", "gradients", "optimizer", "reference", "peak"]
+    print(f"{'MiB':20} {'parameters':>10} " + " ".join(f"{column:>10}" for column in columns), flush=True)
+    rows = []
+    for name in METHODS:
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            row = pool.submit(measure, name).result()
+        rows.append(row)
+        print(
+            f"{name:20} {row['trained_parameters'] / 1e6:9.1f}M " + " ".join(f"{row[column] / MIB:10,.0f}" for column in columns),
+            flush=True,
+        )
+    if args.json:
+        data.write_whole(args.json, (json.dumps({"methods": rows}, indent=2) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main_guard(main)
