@@ -1,6 +1,6 @@
 """How fast is it here, and how near to what the machine can do?
 
-    python bench.py                             every figure, three times each, in turn with the ceiling
+    python bench.py                             every figure three times, in turns with each other and with the ceiling
     python bench.py --repeats 5 --json bench.json
     python bench.py --only writing update       figures whose names hold one of these
 
@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import data
@@ -104,9 +105,8 @@ class Bench:
         work = lambda: ppo.update(self.model, optimizer, batch, advantages, method, 0.05, self.precision)
         return work, ppo.EPOCHS * ppo.STORIES * STORY_TOKENS, 6
 
-    def rollout(self, model):
-        method, optimizer = grpo.GRPO(), torch.optim.AdamW(model.parameters(), lr=0.0)
-        asks = [words for words in data.load_asks()[: grpo.PROMPTS] for _ in range(grpo.GROUP)]
+    def rollout(self, model, method):
+        optimizer, asks = torch.optim.AdamW(model.parameters(), lr=0.0), method.ask(np.random.default_rng(1))
 
         def work():
             batch = ppo.rollout(model, model, asks, self.precision)
@@ -131,7 +131,7 @@ def main():
     device, dtype = models.pick_device(args.device)
     models.keep_freed_memory()
     torch.manual_seed(1)
-    bench = Bench(device, dtype)
+    bench, shipped = Bench(device, dtype), models.load_checkpoint(models.FINETUNED, device)
     figures = {
         "copying the weights": (bench.copying, "times/s"),
         "pretraining": (bench.pretraining, "tokens/s"),
@@ -140,35 +140,38 @@ def main():
         "writing, 128 stories": (lambda: bench.writing(128), "tokens/s"),
         "scoring": (bench.scoring, "tokens/s"),
         "update": (bench.update, "tokens/s"),
-        "rollout, random model": (lambda: bench.rollout(Endless(Config()).to(device)), "stories/s"),
-        "rollout, shipped model": (lambda: bench.rollout(models.load_checkpoint(models.FINETUNED, device)), "stories/s"),
+        "rollout, random model": (lambda: bench.rollout(Endless(Config()).to(device), grpo.GRPO()), "stories/s"),
+        "rollout, GRPO": (lambda: bench.rollout(shipped, grpo.GRPO()), "stories/s"),
+        "rollout, PPO": (lambda: bench.rollout(shipped, ppo.PPO(shipped)), "stories/s"),
     }
     print(f"{device}, {dtype}, {torch.get_num_threads()} threads, {bench.parameters / 1e6:.1f}M parameters")
     for precision in torch.float32, torch.bfloat16:
         rates = [ceiling(device, precision, Config()) for _ in range(args.repeats + 1)][1:]
         print(f"matrix products in {str(precision)[6:]:10} {statistics.median(rates) / 1e12:.3f} TFLOP/s")
+    chosen = [name for name in figures if any(part in name for part in args.only)]
+    works = {name: figures[name][0]() for name in chosen}
+    rates, shares = {name: [] for name in chosen}, {name: [] for name in chosen}
+    for repeat in range(args.repeats + 1):  # all figures in turn, so that a machine that drifts does not favour one
+        for number, (name, (work, amount, multiple)) in enumerate(works.items()):
+            data.progress(repeat * len(works) + number, (args.repeats + 1) * len(works), name)
+            most, rate = ceiling(device, dtype, Config()), amount / clock(work)
+            if repeat:  # the first time warms up
+                rates[name].append(rate)
+                shares[name].append(rate * multiple * bench.parameters / most)
     results = []
-    for name, (make, unit) in figures.items():
-        if not any(part in name for part in args.only):
-            continue
-        work, amount, multiple = make()
-        work()
-        rates, shares = [], []
-        for _ in range(args.repeats):
-            most = ceiling(device, dtype, Config())
-            rates.append(amount / clock(work))
-            shares.append(rates[-1] * multiple * bench.parameters / most)
-        row = {"name": name, "unit": unit, "median": statistics.median(rates), "least": min(rates), "most": max(rates)}
-        row["seconds"] = amount / row["median"]
-        row["share_of_ceiling"] = statistics.median(shares) if multiple else None
+    for name, (_, amount, multiple) in works.items():
+        row = {"name": name, "unit": figures[name][1], "median": statistics.median(rates[name]), "least": min(rates[name])}
+        row |= {"most": max(rates[name]), "seconds": amount / row["median"]}
+        row["share_of_ceiling"] = statistics.median(shares[name]) if multiple else None
         results.append(row)
         share = f"  {row['share_of_ceiling']:4.0%} of the ceiling" if multiple else ""
         spread = f"({row['least']:,.1f} to {row['most']:,.1f})"
-        print(f"{name:24} {row['median']:10,.1f} {unit:10} {spread:26} {row['seconds']:8.2f} s{share}", flush=True)
+        data.say(f"{name:24} {row['median']:10,.1f} {row['unit']:10} {spread:26} {row['seconds']:8.2f} s{share}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
     print(f"peak memory {peak:.2f} GiB")
     if args.json:
-        content = {"device": str(device), "dtype": str(dtype), "peak_memory_gib": peak, "figures": results}
+        command = " ".join(["python bench.py --repeats", str(args.repeats), *["--only", *args.only] * any(args.only)])
+        content = {"command": command, "device": str(device), "dtype": str(dtype), "peak_memory_gib": peak, "figures": results}
         data.write_whole(args.json, (json.dumps(content, indent=2) + "\n").encode())
 
 

@@ -23,13 +23,22 @@ def test_every_figure_is_printed_and_written_with_its_spread_and_share(small, wo
     small(bench, "--repeats", 2, "--json", tmp_path / "bench.json")
     content = json.loads((tmp_path / "bench.json").read_text())
     printed = capsys.readouterr().out
-    assert {"writing, 1 story", "writing, 128 stories", "scoring", "update", "rollout, shipped model"} <= {
+    assert {"writing, 1 story", "writing, 128 stories", "scoring", "update", "rollout, GRPO", "rollout, PPO"} <= {
         row["name"] for row in content["figures"]
     }
     for row in content["figures"]:
         assert 0 < row["least"] <= row["median"] <= row["most"] and row["name"] in printed
         assert row["share_of_ceiling"] is None or 0 < row["share_of_ceiling"]
     assert content["peak_memory_gib"] > 0 and content["dtype"] == "torch.float32"
+
+
+def test_the_figures_take_turns_and_the_first_turn_only_warms_up(small, monkeypatch, tmp_path):
+    order = []
+    for name in "scoring", "update":
+        made = getattr(bench.Bench, name)
+        monkeypatch.setattr(bench.Bench, name, lambda self, made=made, name=name: (lambda: order.append(name), *made(self)[1:]))
+    small(bench, "--repeats", 2, "--only", "scoring", "update", "--json", tmp_path / "bench.json")
+    assert order == ["scoring", "update"] * 3
 
 
 def test_only_the_figures_asked_for_are_taken(small, capsys):
