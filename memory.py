@@ -110,7 +110,7 @@ def main():
             flush=True,
         )
     if args.json:
-        data.write_whole(args.json, (json.dumps({"methods": rows}, indent=2) + "\n").encode())
+        data.write_whole(args.json, (json.dumps({"command": "python memory.py", "methods": rows}, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":
