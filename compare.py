@@ -3,15 +3,19 @@
     python compare.py --rollouts 32 --seeds 5       equal rollouts: this is what compares the methods
     python compare.py --minutes 10 --seeds 2        equal minutes: this is what a reader sees
 
-Within a seed the methods take turns, so that a machine that drifts does not favour one. Ctrl-C ends it; the same command
-goes on where it stopped, and skips what is there. DPO learns from as many stories as the others write, written before
-its run by the model it starts from, and computes gradients for as many; with --minutes, writing them is not counted.
+The methods take turns, each seed beginning with another one, so that a machine that drifts does not favour one. Ctrl-C
+ends it; the same command goes on where it stopped, and skips what is there. A run keeps about half a gigabyte in
+checkpoints/.
+
+DPO learns from as many stories as the others write, written before its run by the model it starts from, and computes
+gradients for as many. With --minutes it has the pairs of 8 rollouts' stories, and writing them is not counted.
 """
 
 import importlib.util
 import json
 import math
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,32 +50,45 @@ def folder_of(method, budget, seed):
     return f"{family}/{settings}-compare-{budget}" + f"-seed-{seed}" * (seed != 1)
 
 
-def done_by(folder):
-    """(steps, minutes) that a run has done, (0, 0) where there is none yet."""
-    state = models.CHECKPOINTS / folder / "state.pt"
-    if not state.exists():
+def done_by(file):
+    """(steps, minutes) of a run, from its model or its state; (0, 0) where there is none yet."""
+    if not file.exists():
         return 0, 0.0
-    clock = models.read(state)["run"]
-    if clock["start_hash"] != runs.file_hash(models.FINETUNED):
-        raise Problem(f"{state.parent} started from another model than {models.FINETUNED} is now: move it away first")
-    return clock["steps"], clock["minutes"]
+    content = models.read(file)
+    try:
+        told = content.get("run", content)
+        start = told["start_hash"] if "run" in content else told["start"]
+        steps, spent = told["steps"], told["minutes"]
+    except (LookupError, TypeError, AttributeError):
+        raise Problem(f"{file} is not of a run that compare.py has started: move it away first") from None
+    if start != runs.file_hash(models.FINETUNED):
+        raise Problem(f"{file} started from another model than {models.FINETUNED} is now: move it away first")
+    return steps, spent
 
 
 def execute(command):
     """Run one of our scripts. Ctrl-C reaches it too, and is waited for: it saves and measures before it ends."""
     process = subprocess.Popen([sys.executable, *map(str, command)], cwd=runs.RUNS.parent)
+
+    def stop(*_):  # `kill` reaches this process alone, so it is passed on
+        process.terminate()
+        raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGTERM, stop)
     try:
         status = process.wait()
     except KeyboardInterrupt:
         process.wait()
         raise
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
     if status:
         raise Problem(f"python {' '.join(map(str, command))} failed: see above; the same command goes on after it")
 
 
 def write_pairs(rollouts, seed):
     """The pairs of a seed, from as many stories as that many rollouts have. Returns their file."""
-    file = data.FOLDER / f"preferences-{rollouts}-seed-{seed}.jsonl"
+    file = data.FOLDER / f"preferences-{runs.file_hash(models.FINETUNED)}-{rollouts}-seed-{seed}.jsonl"
     asks = rollouts * ppo.STORIES // STORIES_AN_ASK
     command = ["preferences.py", "--asks", asks, "--stories", STORIES_AN_ASK, "--seed", seed, "--out", file]
     execute(command + ["--resume"] * file.exists())
@@ -80,20 +97,20 @@ def write_pairs(rollouts, seed):
 
 def train(method, args, seed):
     """One run, from its start or from where it stopped; nothing where it is complete. Returns whether it is now."""
-    folder, steps, off_line = folder_of(method, args.budget, seed), args.rollouts, method.startswith("dpo")
+    folder = models.CHECKPOINTS / folder_of(method, args.budget, seed)
+    steps, off_line = args.rollouts, method.startswith("dpo")
     if off_line and steps:  # as many gradients of stories, two a pair
         steps = steps * ppo.EPOCHS * ppo.STORIES // (2 * dpo.MINIBATCH)
     complete = lambda done, spent: done >= steps if steps else spent >= args.minutes
-    state = done_by(folder)
-    if complete(*state) and (models.CHECKPOINTS / folder / "model.pt").exists():
+    if complete(*done_by(folder / "model.pt")):
         return True
     say(f"--- {method}, seed {seed}")
     command = [*METHODS[method], "--seed", seed, "--name", f"compare-{args.budget}"]
     command += ["--steps" if off_line else "--rollouts", steps] if steps else ["--minutes", args.minutes]
     if off_line:
         command += ["--pairs", write_pairs(args.rollouts or TIMED_ROLLOUTS, seed)]
-    execute(command + (["--resume"] if state[0] else ["--overwrite"]))
-    return complete(*done_by(folder))
+    execute(command + (["--resume"] if done_by(folder / "state.pt")[0] else ["--overwrite"]))
+    return complete(*done_by(folder / "model.pt"))
 
 
 def measure(path, args):
@@ -101,7 +118,8 @@ def measure(path, args):
     device, dtype = models.pick_device()
     model, reference = (models.load_checkpoint(each, device) for each in (path, models.FINETUNED))
     precision, plain = models.Precision(device, dtype), evaluate.load_plain()
-    return evaluate.measure(model, precision, data.load_instructions(), args.stories, plain, reference, show=evaluate.model_name(path))
+    figures = evaluate.measure(model, precision, data.load_instructions(), args.stories, plain, reference, show=evaluate.model_name(path))
+    return {key: None if value != value else value for key, value in figures.items()}  # JSON knows no NaN
 
 
 def spread(rows):
@@ -134,7 +152,9 @@ def summarise(rows):
     difference = {}
     if len(seeds) > 1:
         for column in COLUMNS:
-            difference[column] = paired_difference(*([each[seed][column] for seed in seeds] for each in (one, other)))
+            values = [[each[seed][column] for seed in seeds] for each in (one, other)]
+            if None not in values[0] + values[1]:
+                difference[column] = paired_difference(*values)
     return {"summary": summary, "difference": {"of": f"{PAIRED[0]} - {PAIRED[1]}", **difference}}
 
 
@@ -164,12 +184,19 @@ def table(content):
     return "\n".join(lines)
 
 
-def read_results(file):
-    """The rows that an earlier pass has written, under (method, seed)."""
+def read_results(file, same):
+    """The rows that an earlier pass has written, under (method, seed). `same`: what the file must say of itself."""
+    if not file.exists():
+        return {}
     try:
-        return {(row["method"], row["seed"]): row for row in json.loads(file.read_text())["runs"]} if file.exists() else {}
+        content = json.loads(file.read_text())
+        found = {key: content[key] for key in same}
+        rows = {(row["method"], row["seed"]): row for row in content["runs"] if row["hash"] and row["steps"] >= 0}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise Problem(f"cannot read {file}: it is not what compare.py writes ({error}); move it away first") from None
+    if found != same:
+        raise Problem(f"{file} holds results of {found}, not of {same}: move it away first, or name another with --json")
+    return rows
 
 
 def main():
@@ -185,30 +212,34 @@ def main():
         args.rollouts = 32
     if importlib.util.find_spec("scipy") is None:
         raise Problem("comparing needs scipy: pip install -r requirements-extra.txt")
-    args.budget = f"rollouts-{args.rollouts}" if args.rollouts else f"minutes-{args.minutes:g}"
+    flag = "rollouts" if args.rollouts else "minutes"
+    args.budget = f"{flag}-{getattr(args, flag):g}"
     file = args.json or runs.RUNS / f"compare-{args.budget}.json"
-    rows = read_results(file)
-    content = {"command": f"python compare.py --{args.budget.replace('-', ' ')} --seeds {args.seeds} --stories {args.stories}"}
+    content = {"budget": args.budget, "stories": args.stories, "start": runs.file_hash(models.FINETUNED)}
+    known, rows = read_results(file, content), {}
+    content["command"] = f"python compare.py --{flag} {getattr(args, flag):g} --seeds {args.seeds} --stories {args.stories}"
     content["machine"] = f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads, {models.pick_device()[1]}"
 
     def add(method, seed, path, steps, spent):
         """Measure a model, unless it has been, and write all results so far."""
-        key = {"hash": runs.file_hash(path), "stories": args.stories}
-        if not key.items() <= rows.get((method, seed), {}).items():
-            rows[method, seed] = {"method": method, "seed": seed, **key, **measure(path, args), "steps": steps, "minutes": spent}
-        content.update(runs=list(rows.values()), **summarise(rows.values()))
+        told = {"method": method, "seed": seed, "hash": runs.file_hash(path)}
+        same = told.items() <= known.get((method, seed), {}).items()
+        rows[method, seed] = known[method, seed] if same else {**told, **measure(path, args), "steps": steps, "minutes": spent}
+        content.update(runs=list(({**known, **rows}).values()), **summarise(rows.values()))
         data.write_whole(file, (json.dumps(content, indent=2) + "\n").encode())
 
     try:
         add("finetuned", 1, models.FINETUNED, 0, 0.0)
         for seed in range(1, args.seeds + 1):
-            for method in METHODS:
+            methods, first = list(METHODS), (seed - 1) % len(METHODS)
+            for method in methods[first:] + methods[:first]:
                 if not train(method, args, seed):
-                    raise KeyboardInterrupt
-                folder = folder_of(method, args.budget, seed)
-                add(method, seed, models.CHECKPOINTS / folder / "model.pt", *done_by(folder))
+                    raise Problem("stopped: the same command goes on from here")
+                model = models.CHECKPOINTS / folder_of(method, args.budget, seed) / "model.pt"
+                add(method, seed, model, *done_by(model))
     except KeyboardInterrupt:
         raise Problem("stopped: the same command goes on from here") from None
+    content["runs"] = list(rows.values())  # for the table; the file keeps those of more seeds too
     say(table(content))
     say(f"wrote {file}; python draw.py {file} draws it")
 

@@ -95,7 +95,7 @@ def main():
             measure()
     if run.steps % MEASURE_STEPS:
         measure()
-    finish(run, model, "step")
+    finish(run, model, parts, "step")
 
 
 if __name__ == "__main__":

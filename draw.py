@@ -32,9 +32,10 @@ def scalars(folder, name):
 
 
 def mean_over_seeds(curves):
-    """The mean of several curves, (steps, values) each, up to the end of the shortest."""
-    length = min(len(steps) for steps, _ in curves)
-    return curves[0][0][:length], np.mean([values[:length] for _, values in curves], axis=0)
+    """The mean of several curves, (steps, values) each, on the steps of the first, as far as all of them reach."""
+    end = min(steps[-1] for steps, _ in curves)
+    common = np.array([step for step in curves[0][0] if step <= end])
+    return common, np.mean([np.interp(common, *curve) for curve in curves], axis=0)
 
 
 def main():
@@ -52,10 +53,9 @@ def main():
     try:
         content = json.loads(args.results.read_text())
         rows = [row for row in content["runs"] if row["method"] != "finetuned"]
-        words = content["command"].split()
-        budget = next(f"{flag}-{words[words.index('--' + flag) + 1]}" for flag in ("rollouts", "minutes") if "--" + flag in words)
+        budget = content["budget"]
         rollouts = max(row["steps"] for row in rows if not row["method"].startswith("dpo"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise Problem(f"cannot read {args.results}: it is not what compare.py writes, or holds no run yet") from None
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     for color, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
@@ -63,9 +63,8 @@ def main():
         for axis, (name, measured, label) in zip(axes, PANELS):
             off_line = method.startswith("dpo")
             curves = [scalars(runs.RUNS / folder_of(method, budget, row["seed"]), measured if off_line else name) for row in same]
-            curves = [curve for curve in curves if len(curve[0])]
-            if not curves:
-                raise Problem(f"there is no {name} of {method} below {runs.RUNS}: draw where the comparison ran")
+            if not all(len(steps) for steps, _ in curves):
+                raise Problem(f"a seed of {method} has no {name} below {runs.RUNS}: draw where the comparison ran")
             if off_line:  # its steps on the others' axis
                 curves = [(steps * rollouts / row["steps"], values) for (steps, values), row in zip(curves, same)]
             for curve in curves:

@@ -1,4 +1,4 @@
-"""What does each method need in memory, and what does PPO's critic cost?
+"""What does each method's update need in memory, and what does PPO's critic cost?
 
     python memory.py                            a table; --json FILE writes it too
 
@@ -19,11 +19,10 @@ import data
 import dpo
 import grpo
 import ppo
-from data import STORY_TOKENS, VOCABULARY, Parser, main_guard
+from data import STORY_TOKENS, VOCABULARY, Parser, Problem, main_guard
 from model import Config, Precision, StoryModel, pack
 
 MIB = 2**20
-PROMPT = data.encode(data.instruction(data.DEMO))
 PRECISION = Precision(torch.device("cpu"), torch.float32)
 
 
@@ -39,7 +38,7 @@ def random_stories(number):
 def reinforce(model, reference, optimizer, method):
     """An update by PPO or GRPO on two minibatches of made-up stories."""
     stories = random_stories(2 * ppo.MINIBATCH)
-    tokens, mask = pack([PROMPT] * len(stories), stories)
+    tokens, mask = pack([data.encode(data.instruction(data.DEMO))] * len(stories), stories)
     with torch.no_grad():
         old, frozen = (
             torch.cat([ppo.token_log_probs(each, *part) for part in zip(tokens.split(8), mask.split(8))]) for each in (model, reference)
@@ -71,8 +70,11 @@ def size(tensors):
 
 def measure(name, config=None):
     """The bytes of one method's parts, and the peak of its update. Meant for a fresh process: a peak never falls."""
-    before = peak()
     torch.manual_seed(1)
+    warm = torch.nn.Linear(1, 1)
+    warm(torch.ones(1)).backward()
+    torch.optim.AdamW(warm.parameters()).step()  # what torch itself loads at the first step is no method's need
+    before = peak()
     work, make = METHODS[name]
     model, reference = StoryModel(config or Config()), StoryModel(config or Config())
     optimizer = torch.optim.AdamW(model.parameters(), lr=ppo.LEARNING_RATE, weight_decay=0.0)
@@ -102,8 +104,11 @@ def main():
     print(f"{'MiB':20} {'parameters':>10} " + " ".join(f"{column:>10}" for column in columns), flush=True)
     rows = []
     for name in METHODS:
-        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            row = pool.submit(measure, name).result()
+        try:
+            with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                row = pool.submit(measure, name).result()
+        except concurrent.futures.BrokenExecutor:
+            raise Problem(f"the process that measured {name} was killed: is there too little memory?") from None
         rows.append(row)
         print(
             f"{name:20} {row['trained_parameters'] / 1e6:9.1f}M " + " ".join(f"{row[column] / MIB:10,.0f}" for column in columns),

@@ -5,8 +5,8 @@
 One story for each of 128 instructions, its reward, and how much better that is than the critic expected just before each
 token; then two passes of clipped updates. Simpler than the usual PPO on language models: the critic is one linear layer
 on the policy's channels, the reward comes at the story's end with no discount, so a token's advantage is the reward
-minus the critic's value (generalised advantage estimation with lambda 1), and the KL is in the loss. The usual forms are
-three flags away: --lam 0.95, --kl-in reward, --critic model.
+minus the critic's value (generalised advantage estimation with lambda 1), and the KL is in the loss. More usual forms
+of these three are a flag away: --critic model, --lam 0.95, --kl-in reward.
 """
 
 import copy
@@ -155,7 +155,7 @@ class Critic(nn.Module):
 
 
 class CriticModel(Critic):
-    """The linear layer on a story model of its own, a copy of the policy's start that learns with it: Ouyang et al. 2022."""
+    """The linear layer on a story model of its own, a copy of the policy's start that learns with it."""
 
     def __init__(self, model, precision):
         super().__init__(model.config.channels)
@@ -289,12 +289,13 @@ def train(run, method, kl):
             measure()
     if run.steps % MEASURE_EVERY:
         measure()
-    finish(run, model, "rollout")
+    finish(run, model, parts, "rollout")
 
 
-def finish(run, model, unit):
-    """Write the final model, close the run, and say where it is."""
-    save_checkpoint(run.folder / "model.pt", model, steps=run.steps)
+def finish(run, model, parts, unit):
+    """Write the state and the final model, close the run, and say where it is."""
+    run.save_state(**parts)
+    save_checkpoint(run.folder / "model.pt", model, steps=run.steps, minutes=run.minutes, start=run.start_hash)
     run.close()
     print(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} {unit}s; tensorboard --logdir runs")
 
@@ -341,10 +342,12 @@ def main():
     args.add_argument("--kl-in", choices=["loss", "reward"], default="loss", help="where the KL counts (default loss)")
     args.add_argument("--critic", choices=["linear", "model"], default="linear", help="one layer on the policy, or a model of its own")
     args = args.parse_args()
-    changed = [f"lam-{args.lam:g}"] * (args.lam != 1) + [f"kl-in-{args.kl_in}"] * (args.kl_in != "loss")
-    run = Run(args, "ppo", "-".join([f"kl-{args.kl:g}", *changed, *["critic-model"] * (args.critic == "model")]))
-    critic = CriticModel(run.base, run.precision) if args.critic == "model" else None
     in_reward = args.kl if args.kl_in == "reward" else 0.0
+    if args.kl_in == "reward" and not in_reward:
+        raise Problem("--kl-in reward needs a --kl above 0")
+    label = f"kl-{args.kl:g}" + f"-lam-{args.lam:g}" * (args.lam != 1) + "-kl-in-reward" * (in_reward > 0)
+    run = Run(args, "ppo", label + "-critic-model" * (args.critic == "model"))
+    critic = CriticModel(run.base, run.precision) if args.critic == "model" else None
     train(run, PPO(run.base, args.lam, in_reward, critic), args.kl - in_reward)
 
 

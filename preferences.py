@@ -11,6 +11,7 @@ give no pair. Nobody is asked for an opinion: the preferences are the reward's.
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import model as models
@@ -53,12 +54,18 @@ def load_pairs(path=PAIRS):
     return pairs
 
 
+def asks_of(seed):
+    """All training asks, in an order of the seed's own."""
+    every = load_asks()
+    return [every[number] for number in np.random.default_rng(seed).permutation(len(every))]
+
+
 def main():
     args = Parser(__doc__)
     args.add_argument("--asks", type=count, default=500, help="how many of the training asks (default 500)")
     args.add_argument("--stories", type=count, default=8, help="stories written for each (default 8)")
     args.add_argument("--out", type=Path, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
-    args.add_argument("--seed", type=whole, default=1, help="of the stories (default 1)")
+    args.add_argument("--seed", type=whole, default=1, help="of the asks and the stories (default 1)")
     args.add_argument("--from", dest="start", metavar="FILE", default=FINETUNED, help="who writes (default checkpoints/finetuned/model.pt)")
     args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     args.add_argument("--resume", action="store_true", help="go on with a file that is not complete")
@@ -67,21 +74,24 @@ def main():
     device, dtype = models.pick_device(args.device)
     model = for_writing(load_checkpoint(args.start, device), dtype)
     models.keep_freed_memory()
-    every = load_asks()
+    every = asks_of(args.seed)
+    if args.asks > len(every):
+        raise Problem(f"--asks {args.asks}: there are {len(every)} training asks")
     asks = every[: args.asks]
     settings = {"from": file_hash(args.start), "seed": args.seed, "stories": args.stories}
     done, lines = 0, [json.dumps(settings)]
     if args.resume and args.overwrite:
         raise Problem("--resume and --overwrite exclude each other")
-    if args.out.exists() and args.resume:
+    if args.out.exists() and args.out.stat().st_size and args.resume:
         done, lines = written(args.out, settings)
         if done >= len(asks):
             raise Problem(f"{args.out} holds the pairs of more asks already than --asks {args.asks}")
-    elif args.out.exists() and not args.overwrite:
+    elif args.out.exists() and not (args.overwrite or args.resume):
         raise Problem(f"there is {args.out} already: --resume goes on with it, --overwrite replaces it")
     try:
         with open(args.out, "w") as file:
             file.writelines(line + "\n" for line in lines)
+            file.flush()
             for start in range(done, len(asks), ASKS_AT_ONCE):
                 group = asks[start : start + ASKS_AT_ONCE]
                 generator = torch.Generator().manual_seed(args.seed * len(every) + start)  # so that resuming changes nothing

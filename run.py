@@ -39,7 +39,7 @@ def kind(convert, holds, wanted):
 
 minutes = kind(float, lambda value: 0 < value < math.inf, "a number of minutes above 0")
 weight = kind(lambda text: float(text) + 0.0, lambda value: 0 <= value < math.inf, "a finite number of 0 or more")
-share = kind(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+share = kind(lambda text: float(text) + 0.0, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 count = kind(int, lambda value: value > 0, "a whole number of 1 or more")
 name = kind(str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch, "a plain name: letters, digits, dots and dashes")
 whole = kind(int, lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295")
@@ -78,8 +78,9 @@ class Run:
     """
 
     def __init__(self, args, *label):
+        self.kind = "/".join(label)
         tail = [args.name] * bool(args.name) + [f"seed-{args.seed}"] * (args.seed != 1)
-        label = "-".join(["/".join(label), *tail])
+        label = "-".join([self.kind, *tail])
         self.label, self.args = label, args
         self.folder = models.CHECKPOINTS / label
         self.state_file = self.folder / "state.pt"
@@ -122,8 +123,11 @@ class Run:
         try:
             clock = self.state["run"]
             self.steps, self.earlier, start, known = clock["steps"], clock["minutes"], clock["start"], clock["start_hash"]
+            kind = clock.get("kind", self.kind)
         except (LookupError, TypeError):
             raise Problem(f"{self.state_file} is not the state of a run: --overwrite starts afresh") from None
+        if kind != self.kind:
+            raise Problem(f"{self.state_file} is of a run {kind}, not {self.kind}: give the flags that it was started with")
         if start:
             args.start = RUNS.parent / start
             if file_hash(args.start) != known:
@@ -156,7 +160,7 @@ class Run:
     def save_state(self, **parts):
         """Write all that a resumed run needs: weights, optimizers, random states, counters."""
         states = {key: part.state_dict() if hasattr(part, "state_dict") else part for key, part in parts.items()}
-        clock = {"steps": self.steps, "minutes": self.minutes, "start": "", "start_hash": ""}
+        clock = {"kind": self.kind, "steps": self.steps, "minutes": self.minutes, "start": "", "start_hash": ""}
         if start := getattr(self.args, "start", None):
             clock |= {"start": os.path.relpath(start, RUNS.parent), "start_hash": self.start_hash}
         clock |= {"torch_random": torch.get_rng_state(), "numpy_random": self.random.bit_generator.state}

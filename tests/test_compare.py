@@ -40,9 +40,9 @@ def commands(workshop, monkeypatch):
         steps = next((int(value(flag)) for flag in ("--rollouts", "--steps") if flag in words), 3)
         spent = float(value("--minutes")) if "--minutes" in words else 1.0
         steps, spent = left.pop(method, (steps, spent))
-        clock = {"steps": steps, "minutes": spent, "start_hash": runs.file_hash(models.FINETUNED)}
-        models.save({"run": clock}, folder / "state.pt")
-        models.save_checkpoint(folder / "model.pt", tiny_model(seed))
+        start = runs.file_hash(models.FINETUNED)
+        models.save({"run": {"steps": steps, "minutes": spent, "start_hash": start}}, folder / "state.pt")
+        models.save_checkpoint(folder / "model.pt", tiny_model(seed), steps=steps, minutes=spent, start=start)
 
     monkeypatch.setattr(compare, "execute", execute)
 
@@ -58,9 +58,9 @@ def trained(commands):
     return [line for line in commands.seen if not line.startswith("measure")]
 
 
-def test_the_methods_take_turns_within_a_seed(commands, workshop):
+def test_the_methods_take_turns_and_each_seed_begins_with_another(commands, workshop):
     commands("--rollouts", 4, "--seeds", 2)
-    file = workshop / "preferences-4-seed-1.jsonl"
+    file = workshop / f"preferences-{runs.file_hash(models.FINETUNED)}-4-seed-1.jsonl"
     assert trained(commands)[:5] == [
         "ppo.py --kl 0.05 --seed 1 --name compare-rollouts-4 --rollouts 4 --overwrite",
         "grpo.py --kl 0.05 --seed 1 --name compare-rollouts-4 --rollouts 4 --overwrite",
@@ -68,7 +68,7 @@ def test_the_methods_take_turns_within_a_seed(commands, workshop):
         f"preferences.py --asks 64 --stories 8 --seed 1 --out {file}",  # as many stories as four rollouts: 512
         f"dpo.py --beta 0.1 --seed 1 --name compare-rollouts-4 --steps 32 --pairs {file} --overwrite",  # 1024 gradients of stories
     ]
-    assert [line.split()[0] for line in trained(commands)[5:]] == ["ppo.py", "grpo.py", "grpo.py", "preferences.py", "dpo.py"]
+    assert [line.split()[0] for line in trained(commands)[5:]] == ["grpo.py", "grpo.py", "preferences.py", "dpo.py", "ppo.py"]
 
 
 def test_what_is_there_is_skipped_and_what_was_stopped_goes_on(commands):
@@ -96,20 +96,57 @@ def test_equal_minutes_end_by_the_clock(commands):
     assert trained(commands)[1].endswith("--name compare-minutes-10 --minutes 10.0 --resume")
 
 
+def test_a_model_older_than_its_state_is_not_taken_for_the_finished_run(commands):
+    commands("--rollouts", 4, "--seeds", 1)
+    folder = models.CHECKPOINTS / compare.folder_of("ppo-kl-0.05", "rollouts-4", 1)
+    content = models.read(folder / "model.pt")
+    models.save({**content, "steps": 3}, folder / "model.pt")  # as if the run was killed between saving state and model
+    before = len(commands.seen)
+    commands("--rollouts", 4, "--seeds", 1)
+    again = commands.seen[before:]
+    assert len(again) == 1 and again[0].startswith("ppo.py") and again[0].endswith("--resume")
+
+
+def test_a_finished_run_needs_no_state(commands):
+    commands("--rollouts", 4, "--seeds", 1)
+    (models.CHECKPOINTS / compare.folder_of("ppo-kl-0.05", "rollouts-4", 1) / "state.pt").unlink()
+    before = len(commands.seen)
+    commands("--rollouts", 4, "--seeds", 1)
+    assert len(commands.seen) == before
+
+
+@pytest.mark.parametrize("flags", [("--rollouts", 5), ("--rollouts", 4, "--stories", 3)])
+def test_results_of_another_budget_or_measured_otherwise_are_not_mixed_in(commands, workshop, flags):
+    commands("--rollouts", 4, "--seeds", 1, "--json", workshop / "results.json")
+    before = (workshop / "results.json").read_text()
+    with pytest.raises(data.Problem, match="move it away first"):
+        commands(*flags, "--seeds", 1, "--json", workshop / "results.json")
+    assert (workshop / "results.json").read_text() == before
+
+
+def test_fewer_seeds_summarise_fewer_and_lose_none(commands, workshop, capsys):
+    commands("--rollouts", 4, "--seeds", 3, "--json", workshop / "results.json")
+    capsys.readouterr()
+    commands("--rollouts", 4, "--seeds", 2, "--json", workshop / "results.json")
+    content = json.loads((workshop / "results.json").read_text())
+    assert len(content["runs"]) == 1 + 3 * 4 and content["difference"]["words_used"]["seeds"] == 2
+    assert "| grpo-kl-0 | 2 |" in capsys.readouterr().out
+
+
 def test_runs_of_another_start_are_not_mixed_in(commands):
     commands("--rollouts", 4, "--seeds", 1)
     models.save_checkpoint(models.FINETUNED, tiny_model(5))
     with pytest.raises(data.Problem, match="started from another model"):
-        commands("--rollouts", 4, "--seeds", 1)
+        commands("--rollouts", 4, "--seeds", 1, "--json", models.CHECKPOINTS / "other.json")
 
 
 def test_the_results_hold_every_run_its_command_and_the_summary(commands, workshop, capsys):
     commands("--rollouts", 4, "--seeds", 2, "--json", workshop / "results.json")
     content = json.loads((workshop / "results.json").read_text())
     assert content["command"] == "python compare.py --rollouts 4 --seeds 2 --stories 2"
-    assert [(row["method"], row["seed"]) for row in content["runs"]] == [("finetuned", 1)] + [
+    assert {(row["method"], row["seed"]) for row in content["runs"]} == {("finetuned", 1)} | {
         (method, seed) for seed in (1, 2) for method in compare.METHODS
-    ]
+    }
     assert content["summary"]["grpo-kl-0"]["words_used"] == {"mean": 0.5, "sd": 0.0}
     assert content["summary"]["finetuned"]["words_used"] == {"mean": 0.5, "sd": None}
     assert content["difference"]["words_used"] == {"mean": 0, "low": 0, "high": 0, "seeds": 2}
@@ -161,9 +198,9 @@ def test_the_picture_is_drawn_from_the_logs(commands, workshop, monkeypatch, cap
     assert drawn[-1][0][0].tolist() == [2]  # DPO's 16th step of 32 is where the others' second rollout is of four
 
 
-def test_the_mean_over_seeds_ends_with_the_shortest():
-    steps, values = draw.mean_over_seeds([([1, 2, 3], [1.0, 2.0, 3.0]), ([1, 2], [3.0, 6.0])])
-    assert steps == [1, 2] and values.tolist() == [2.0, 4.0]
+def test_the_mean_over_seeds_is_taken_step_by_step_and_ends_with_the_shortest():
+    steps, values = draw.mean_over_seeds([([1, 2, 3], [1.0, 2.0, 3.0]), ([1, 1.5, 2], [3.0, 9.0, 6.0])])
+    assert steps.tolist() == [1, 2] and values.tolist() == [2.0, 4.0]
 
 
 def test_a_picture_of_runs_that_are_not_here_is_refused(commands, workshop, monkeypatch):

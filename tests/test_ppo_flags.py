@@ -75,6 +75,17 @@ def test_a_lambda_that_is_no_number_from_0_to_1_is_refused(quick, capsys, lam):
     assert "is not a number from 0 to 1" in capsys.readouterr().err
 
 
+def test_a_kl_of_zero_in_the_reward_is_refused(quick):
+    with pytest.raises(data.Problem, match="needs a --kl above 0"):
+        quick(ppo, "--kl", 0, "--kl-in", "reward")
+
+
+def test_a_run_is_not_resumed_with_other_flags_under_its_name(quick):
+    quick(ppo, "--rollouts", 1, "--lam", 0.9)
+    with pytest.raises(data.Problem, match="of a run ppo/kl-0.05-lam-0.9, not ppo/kl-0.05"):
+        quick(ppo, "--rollouts", 2, "--name", "lam-0.9", "--resume")
+
+
 # ---- a model as critic
 
 
@@ -118,7 +129,7 @@ def test_a_model_critic_learns_in_all_its_weights_and_leaves_the_policy_alone(ti
     assert all(weight.grad is None for weight in tiny.parameters())
 
 
-def test_a_model_critic_explains_more_and_more_of_rewards_that_the_instruction_tells(tiny, staged, monkeypatch):
+def test_a_model_critic_explains_more_and_more_of_rewards_that_the_first_token_tells(tiny, staged, monkeypatch):
     monkeypatch.setattr(ppo, "CRITIC_RATE", 1e-2)
     stories = [[5 + number % 2, 9, 9] for number in range(32)]  # a story that begins with token 6 is worth 1
     batch = staged(tiny, tiny, [float(number % 2) for number in range(32)], stories)

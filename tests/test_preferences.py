@@ -39,7 +39,7 @@ def told(monkeypatch):
 
 def test_pairs_and_ties_are_counted_and_written_with_scores_tokens_and_text(quick, told, tmp_path, capsys):
     path = tmp_path / "pairs.jsonl"
-    asks = data.load_asks()[:20]
+    asks = preferences.asks_of(1)[:20]
     quick(preferences, "--asks", 20, "--stories", 2, "--out", path)
     pairs = preferences.load_pairs(path)
     order = [words[0] for words in data.load_asks()]
@@ -57,8 +57,11 @@ def test_a_file_that_broke_off_is_completed_to_the_one_made_at_once(quick, works
     monkeypatch.setattr(preferences, "words_used", lambda text, words: len(text) % 4 / 3)
     quick(preferences, "--asks", 40, "--stories", 2, "--out", once)
     lines = once.read_text().splitlines(keepends=True)
-    assert len(lines) > 30
-    for kept in 1, 5, 25, len(lines) - 1:
+    assert len(lines) > 25
+    broken.write_text("")  # killed before a line was written
+    quick(preferences, "--asks", 40, "--stories", 2, "--out", broken, "--resume")
+    assert broken.read_text() == once.read_text()
+    for kept in 1, 5, 20, len(lines) - 1:
         broken.write_text("".join(lines[:kept]) + lines[kept][:40])
         quick(preferences, "--asks", 40, "--stories", 2, "--out", broken, "--resume")
         assert broken.read_text() == once.read_text()
@@ -66,13 +69,13 @@ def test_a_file_that_broke_off_is_completed_to_the_one_made_at_once(quick, works
 
 def test_a_file_that_is_there_is_neither_overwritten_nor_mixed_with_other_settings(quick, workshop, told, tmp_path):
     path = tmp_path / "pairs.jsonl"
-    quick(preferences, "--asks", 4, "--stories", 2, "--out", path)
+    quick(preferences, "--asks", 20, "--stories", 2, "--out", path)
     before = path.read_text()
     for more, named in ([], "--overwrite"), (["--resume", "--seed", 2], "--overwrite"):
         with pytest.raises(data.Problem, match=named):
-            quick(preferences, "--asks", 4, "--stories", 2, "--out", path, *more)
+            quick(preferences, "--asks", 20, "--stories", 2, "--out", path, *more)
         assert path.read_text() == before
-    quick(preferences, "--asks", 2, "--stories", 2, "--out", path, "--overwrite")
+    quick(preferences, "--asks", 10, "--stories", 2, "--out", path, "--overwrite")
     assert path.read_text() != before
 
 
@@ -92,7 +95,14 @@ def test_the_stories_of_an_ask_stay_with_it(quick, workshop, told, tmp_path):
     assert told == [48, 48, 24]
     numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()[1:]]
     assert all(one < other for one, other in itertools.pairwise(numbers))
-    assert all(tuple(pair["ask"]) == data.load_asks()[number] for number, pair in zip(numbers, preferences.load_pairs(path)))
+    assert all(tuple(pair["ask"]) == preferences.asks_of(1)[number] for number, pair in zip(numbers, preferences.load_pairs(path)))
+
+
+def test_each_seed_asks_for_other_things_and_more_than_there_are_is_refused(quick, tmp_path):
+    assert sorted(preferences.asks_of(1)) == sorted(preferences.asks_of(2)) == sorted(data.load_asks())
+    assert len(set(preferences.asks_of(1)[:100]) & set(preferences.asks_of(2)[:100])) < 20
+    with pytest.raises(data.Problem, match="--asks 4001: there are 4000 training asks"):
+        quick(preferences, "--asks", 4001, "--out", tmp_path / "pairs.jsonl")
 
 
 def test_resuming_with_fewer_asks_loses_no_pair(quick, workshop, tmp_path, monkeypatch):

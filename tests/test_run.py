@@ -240,7 +240,8 @@ def test_a_checkpoint_is_kept_every_few_rollouts_and_after_the_last(quick, works
     folder = workshop / "checkpoints/grpo/kl-0.05"
     assert sorted(path.name for path in folder.iterdir()) == ["model.pt", "rollout-2.pt", "rollout-4.pt", "rollout-5.pt", "state.pt"]
     last, final = models.read(folder / "rollout-5.pt"), models.read(folder / "model.pt")
-    assert differences(last, final) == [] and differences(last["model"], models.read(folder / "rollout-4.pt")["model"])
+    assert differences(last["model"], final["model"]) == [] and last["steps"] == final["steps"] == 5
+    assert final["minutes"] > 0 and differences(last["model"], models.read(folder / "rollout-4.pt")["model"])
 
 
 @BOTH
