@@ -1,0 +1,63 @@
+"""Every measured figure on the pages is in docs/results, where its command stands beside it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parent.parent
+RESULTS = sorted((TOP / "docs" / "results").glob("*.json"))
+PAGES = [TOP / "README.md", TOP / "checkpoints" / "README.md", *sorted((TOP / "docs").glob("*.md"))]
+MEASURED = re.compile(r"^## (What to expect|The commands|Figures)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+FIGURE = re.compile(r"(?<![\w.,-])-?\d[\d,]*(?:\.\d+)?%?(?![\w-])")
+NAMES = r"`[^`\n]*`|\b(?:ppo|grpo|dpo|kl|beta)-[\w.-]*\w|\]\([^)]*\)|<http[^>]*>|CDLA\S*|Python [\d.]+|95%"
+
+
+def numbers(value):
+    """All numbers in a JSON value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for each in value for number in numbers(each)]
+    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def figures(page):
+    """Measured figures of a page, as they are written: those with a decimal point, a percent sign or a thousands comma."""
+    found = []
+    for _, section in MEASURED.findall(page):
+        text = re.sub(r"```(?:text|python)\n.*?```", "", section, flags=re.DOTALL)
+        text = "\n".join(line for line in text.splitlines() if not line.startswith(">"))  # stories
+        found += [figure for figure in FIGURE.findall(re.sub(NAMES, "", text)) if re.search(r"[.%]|\d,\d", figure)]
+    return found
+
+
+def stands_in(figure, pool):
+    """Is a figure the rounding of one of the numbers? A percentage may be of a share."""
+    digits = figure.rstrip("%").replace(",", "")
+    value, slack = float(digits), 0.5 * 10.0 ** -len(digits.partition(".")[2]) + 1e-9
+    return any(abs(number * scale - value) <= slack for number in pool for scale in ([100] if figure.endswith("%") else [1]))
+
+
+POOL = [number for file in RESULTS for number in numbers(json.loads(file.read_text()))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_measured_figure_is_in_the_results(page):
+    assert not [figure for figure in figures(page.read_text()) if not stands_in(figure, POOL)]
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
+def test_every_results_file_says_how_it_was_made(file):
+    content = json.loads(file.read_text())
+    for part in content.get("parts", [content]):
+        assert part["command"].startswith(("python ", "make "))
+
+
+def test_a_figure_that_differs_in_its_last_digit_is_found():
+    page = "## What to expect\n\nIt went from 76.8% to 80.4% in 1,056 steps, with `--kl 0.05` (-3.75).\n\n## Other\n\n9.9\n"
+    assert figures(page) == ["76.8%", "80.4%", "1,056", "-3.75"]
+    pool = [0.7676, 0.80416, 1056.4, -3.7481]
+    assert all(stands_in(figure, pool) for figure in figures(page))
+    assert not any(stands_in(figure, pool) for figure in ["76.7%", "80.5%", "1,057", "-3.74", "3.75", "0.77%"])
