@@ -338,9 +338,9 @@ def arguments(description):
 
 def main():
     args = arguments(__doc__)
-    args.add_argument("--lam", type=share, default=1.0, help="lambda of generalised advantage estimation (default 1: return minus value)")
+    args.add_argument("--lam", type=share, default=1.0, help="lambda of the advantage estimate; 1 is return minus value (default 1)")
     args.add_argument("--kl-in", choices=["loss", "reward"], default="loss", help="where the KL counts (default loss)")
-    args.add_argument("--critic", choices=["linear", "model"], default="linear", help="one layer on the policy, or a model of its own")
+    args.add_argument("--critic", choices=["linear", "model"], default="linear", help="a layer on the policy, or a model (default linear)")
     args = args.parse_args()
     in_reward = args.kl if args.kl_in == "reward" else 0.0
     if args.kl_in == "reward" and not in_reward:
