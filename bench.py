@@ -9,10 +9,7 @@ machine's speed may drift within minutes, the share of the ceiling does not. The
 alone: 2 x parameters for a token read or written, 6 x parameters for one learned from.
 """
 
-import json
-import resource
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -24,7 +21,8 @@ import grpo
 import model as models
 import ppo
 from data import STORY_TOKENS, VOCABULARY, Parser, main_guard
-from evaluate import SCORED
+from evaluate import SCORED, write_json
+from memory import peak, random_stories
 from model import Config, StoryModel, for_writing, pack, token_log_probs
 from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, optimizers, train_step
 from run import count
@@ -52,10 +50,6 @@ def ceiling(device, dtype, config, rows=2048):
     pairs = {shape: [x.to(device, dtype) for x in pair] for shape, pair in pairs.items()}
     seconds = clock(lambda: [torch.mm(*pairs[shape]) for shape in shapes])
     return sum(2 * rows * into * out for into, out in shapes) / seconds
-
-
-def random_stories(number, length):
-    return torch.randint(0, VOCABULARY - 1, (number, length)).tolist()  # no end of text among them
 
 
 class Endless(StoryModel):
@@ -168,12 +162,12 @@ def main():
         share = f"  {row['share_of_ceiling']:4.0%} of the ceiling" if multiple else ""
         spread = f"({row['least']:,.1f} to {row['most']:,.1f})"
         data.say(f"{name:24} {row['median']:10,.1f} {row['unit']:10} {spread:26} {row['seconds']:8.2f} s{share}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-    print(f"peak memory {peak:.2f} GiB")
+    gib = peak() / 2**30
+    print(f"peak memory {gib:.2f} GiB")
     if args.json:
         command = " ".join(["python bench.py --repeats", str(args.repeats), *["--only", *args.only] * any(args.only)])
-        content = {"command": command, "device": str(device), "dtype": str(dtype), "peak_memory_gib": peak, "figures": results}
-        data.write_whole(args.json, (json.dumps(content, indent=2) + "\n").encode())
+        content = {"command": command, "device": str(device), "dtype": str(dtype), "peak_memory_gib": gib, "figures": results}
+        write_json(args.json, content)
 
 
 if __name__ == "__main__":

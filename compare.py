@@ -119,7 +119,7 @@ def measure(path, args):
     model, reference = (models.load_checkpoint(each, device) for each in (path, models.FINETUNED))
     precision, plain = models.Precision(device, dtype), evaluate.load_plain()
     figures = evaluate.measure(model, precision, data.load_instructions(), args.stories, plain, reference, show=evaluate.model_name(path))
-    return {key: None if value != value else value for key, value in figures.items()}  # JSON knows no NaN
+    return evaluate.for_json(figures)
 
 
 def spread(rows):
@@ -226,7 +226,7 @@ def main():
         same = told.items() <= known.get((method, seed), {}).items()
         rows[method, seed] = known[method, seed] if same else {**told, **measure(path, args), "steps": steps, "minutes": spent}
         content.update(runs=list(({**known, **rows}).values()), **summarise(rows.values()))
-        data.write_whole(file, (json.dumps(content, indent=2) + "\n").encode())
+        evaluate.write_json(file, content)
 
     try:
         add("finetuned", 1, models.FINETUNED, 0, 0.0)

@@ -170,6 +170,16 @@ def table_row(row):
     )
 
 
+def for_json(row):
+    """A row of figures as JSON can hold it, which knows no NaN."""
+    return {key: None if value != value else value for key, value in row.items()}
+
+
+def write_json(path, content):
+    """Write figures to a file, indented; the old file stays whole until the new one is."""
+    data.write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
 def main():
     args = Parser(__doc__)
     args.add_argument("checkpoints", nargs="*", metavar="PATH", help="checkpoints to compare (default: every final one)")
@@ -197,8 +207,7 @@ def main():
         rows.append({"name": name, **figures})
         say(f"{name:{width}}  {table_row(rows[-1])}")
     if args.json:
-        rows = [{key: None if value != value else value for key, value in row.items()} for row in rows]
-        data.write_whole(args.json, (json.dumps({"models": rows}, indent=2) + "\n").encode())
+        write_json(args.json, {"models": [for_json(row) for row in rows]})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ float32, on the CPU. The peak is what the process held at most, less what it hel
 """
 
 import concurrent.futures
-import json
 import multiprocessing
 import resource
 import sys
@@ -20,6 +19,7 @@ import dpo
 import grpo
 import ppo
 from data import STORY_TOKENS, VOCABULARY, Parser, Problem, main_guard
+from evaluate import write_json
 from model import Config, Precision, StoryModel, pack
 
 MIB = 2**20
@@ -31,8 +31,8 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def random_stories(number):
-    return torch.randint(0, VOCABULARY - 1, (number, STORY_TOKENS)).tolist()
+def random_stories(number, length=STORY_TOKENS):
+    return torch.randint(0, VOCABULARY - 1, (number, length)).tolist()  # no end of text among them
 
 
 def reinforce(model, reference, optimizer, method):
@@ -115,7 +115,7 @@ def main():
             flush=True,
         )
     if args.json:
-        data.write_whole(args.json, (json.dumps({"command": "python memory.py", "methods": rows}, indent=2) + "\n").encode())
+        write_json(args.json, {"command": "python memory.py", "methods": rows})
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 import bench
+import compare
 import data
 import dpo
+import draw
 import evaluate
 import finetune
 import grpo
+import memory
 import model as models
 import ppo
 import preferences
@@ -20,7 +23,7 @@ import rewards
 import sample
 
 ROOT = Path(data.__file__).parent
-SCRIPTS = [data, rewards, models, sample, evaluate, pretrain, finetune, ppo, grpo, preferences, dpo, bench]
+SCRIPTS = [data, rewards, models, sample, evaluate, pretrain, finetune, ppo, grpo, preferences, dpo, compare, draw, memory, bench]
 
 
 @pytest.fixture
