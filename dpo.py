@@ -8,6 +8,7 @@ frozen reference. Each step makes that of the chosen stories larger than that of
 """
 
 import copy
+import functools
 import math
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 from data import encode, instruction, main_guard, say
 from model import FINETUNED, pack, token_log_probs
-from ppo import MEASURE_EVERY, finish, report
+from ppo import MEASURE_EVERY
 from preferences import PAIRS, load_pairs
 from run import Run, flags, kind
 
@@ -77,7 +78,7 @@ def main():
     parts = {"model": model, "optimizer": optimizer}
     if args.resume:
         run.load_state(**parts)
-    measure = lambda: report(run, model, parts, "step", reference)
+    measure = functools.partial(run.report, model, parts, "step", reference)
     if not run.steps:
         measure()
     while not run.over():
@@ -95,7 +96,7 @@ def main():
             measure()
     if run.steps % MEASURE_STEPS:
         measure()
-    finish(run, model, parts, "step")
+    run.finish(model, "step")
 
 
 if __name__ == "__main__":

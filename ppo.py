@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 import evaluate
-from data import DEMO, STORY_TOKENS, Problem, decode, encode, instruction, load_asks, load_instructions, main_guard
+from data import STORY_TOKENS, Problem, decode, encode, instruction, load_asks, main_guard
 from evaluate import kl_terms
-from model import FINETUNED, for_writing, log_probs, pack, save_checkpoint, story_channels, token_log_probs
+from model import FINETUNED, for_writing, log_probs, pack, story_channels, token_log_probs
 from rewards import words_used
-from run import Run, flags, share, weight
-from sample import generate, write
+from run import Run, as_text, flags, share, weight
+from sample import generate
 
 STORIES = 128  # a rollout
 CLIP = 0.2
@@ -35,7 +35,6 @@ PIECE = 8  # stories whose gradients are computed at once: less memory, the same
 LEARNING_RATE = 5e-5
 CRITIC_RATE, CRITIC_BIAS_RATE = 1e-4, 0.1
 MEASURE_EVERY = 10  # rollouts
-MEASURE_ASKS = 50
 
 
 # ---- the rollout: write, score, and what the update needs to remember
@@ -261,7 +260,7 @@ def train(run, method, kl):
     parts = {"model": model, "optimizer": optimizer, "method": method}
     if run.args.resume:
         run.load_state(**parts)
-    measure = functools.partial(report, run, model, parts, "rollout")
+    measure = functools.partial(run.report, model, parts, "rollout")
     if not run.steps:
         measure()
     while not run.over():
@@ -289,38 +288,7 @@ def train(run, method, kl):
             measure()
     if run.steps % MEASURE_EVERY:
         measure()
-    finish(run, model, parts, "rollout")
-
-
-def finish(run, model, parts, unit):
-    """Write the state and the final model, close the run, and say where it is."""
-    run.save_state(**parts)
-    save_checkpoint(run.folder / "model.pt", model, steps=run.steps, minutes=run.minutes, start=run.start_hash)
-    run.close()
-    print(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} {unit}s; tensorboard --logdir runs")
-
-
-def report(run, model, parts, unit, reference=None):
-    """Measure on held-out asks and plain stories, log and print it with the demo story, save what a resumed run needs."""
-    figures = evaluate.measure(model, run.precision, load_instructions()[:MEASURE_ASKS], 2, evaluate.load_plain(), reference)
-    story = write(for_writing(model, run.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
-    names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}
-    run.log({name: figures[key] for name, key in names.items() if figures[key] is not None})
-    run.writer.add_text("demo/story", as_text(story), run.steps)
-    kl = "" if figures["kl"] is None else f", KL {figures['kl']:.2f}"
-    print(
-        f"held-out asks after {run.steps} {unit}s: words used {figures['words_used']:.1%}, ended {figures['ended']:.0%}, "
-        f"plain stories {figures['plain_bits_per_byte']:.4f} bits per byte{kl}\n  {' '.join(story.split())}",
-        flush=True,
-    )
-    run.save_state(**parts)
-    if run.steps:
-        save_checkpoint(run.folder / f"{unit}-{run.steps}.pt", model, steps=run.steps)
-
-
-def as_text(story):
-    """Preformatted, as TensorBoard reads Markdown: four spaces before each line."""
-    return "\n".join("    " + line for line in story.splitlines())
+    run.finish(model, "rollout")
 
 
 def group_text(asks, batch, advantages):

@@ -1,4 +1,4 @@
-"""What every training run shares: its flags, its folders, its clock, saving and resuming, Ctrl-C.
+"""What every training run shares: its flags, its folders, its clock, measuring, saving and resuming, Ctrl-C.
 
 A run is a folder for checkpoints and one of the same name for TensorBoard: `python grpo.py --kl 0.05` writes
 checkpoints/grpo/kl-0.05 and runs/grpo/kl-0.05.
@@ -19,10 +19,13 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+import evaluate
 import model as models
-from data import Parser, Problem, say
+from data import DEMO, Parser, Problem, load_instructions, say
+from sample import write
 
 RUNS = Path(__file__).resolve().parent / "runs"
+MEASURE_ASKS = 50
 
 
 def kind(convert, holds, wanted):
@@ -174,5 +177,34 @@ class Run:
             part.load_state_dict(self.state[key])
         return vars(self).pop("state")
 
+    def report(self, model, parts, unit, reference=None):
+        """Measure on held-out asks and plain stories, log and print it with the demo story, save what a resumed run needs."""
+        figures = evaluate.measure(model, self.precision, load_instructions()[:MEASURE_ASKS], 2, evaluate.load_plain(), reference)
+        story = write(models.for_writing(model, self.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
+        names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}
+        self.log({name: figures[key] for name, key in names.items() if figures[key] is not None})
+        self.writer.add_text("demo/story", as_text(story), self.steps)
+        kl = "" if figures["kl"] is None else f", KL {figures['kl']:.2f}"
+        print(
+            f"held-out asks after {self.steps} {unit}s: words used {figures['words_used']:.1%}, ended {figures['ended']:.0%}, "
+            f"plain stories {figures['plain_bits_per_byte']:.4f} bits per byte{kl}\n  {' '.join(story.split())}",
+            flush=True,
+        )
+        self.save_state(**parts)
+        if self.steps:
+            models.save_checkpoint(self.folder / f"{unit}-{self.steps}.pt", model, steps=self.steps)
+
+    def finish(self, model, unit):
+        """Write the final model, close the run, and say where it is."""
+        file = self.folder / "model.pt"
+        models.save_checkpoint(file, model, steps=self.steps, minutes=self.minutes, start=self.start_hash)
+        self.close()
+        print(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")
+
     def close(self):
         self.writer.close()
+
+
+def as_text(story):
+    """Preformatted, as TensorBoard reads Markdown: four spaces before each line."""
+    return "\n".join("    " + line for line in story.splitlines())

@@ -60,9 +60,9 @@ def quick(workshop, monkeypatch):
         monkeypatch.setattr(module, "STORY_TOKENS", 12)
     monkeypatch.setattr(ppo, "STORIES", 16)
     monkeypatch.setattr(grpo, "PROMPTS", 2)
-    monkeypatch.setattr(ppo, "MEASURE_ASKS", 2)
+    monkeypatch.setattr(runs, "MEASURE_ASKS", 2)
     monkeypatch.setattr(evaluate, "load_plain", lambda: [[*data.encode("Once upon a time."), data.END]])
-    monkeypatch.setattr(ppo, "write", lambda *_, **__: "Once.")
+    monkeypatch.setattr(runs, "write", lambda *_, **__: "Once.")
     monkeypatch.setattr(models, "keep_freed_memory", lambda: None)
     handlers = {sort: signal.getsignal(sort) for sort in (signal.SIGINT, signal.SIGTERM)}
 
