@@ -28,8 +28,6 @@ from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, optimizers, train_step
 from run import count
 from sample import generate
 
-PROMPT = data.encode(data.instruction(data.DEMO))
-
 
 def clock(work):
     """Seconds that a call takes."""
@@ -64,6 +62,7 @@ class Bench:
 
     def __init__(self, device, dtype):
         self.device, self.precision = device, models.Precision(device, dtype)
+        self.prompt = data.encode(data.instruction(data.DEMO))
         self.model = StoryModel(Config()).to(device)
         for weight in self.model.parameters():
             if weight.dim() == 2:
@@ -77,10 +76,10 @@ class Bench:
 
     def writing(self, stories):
         writer = for_writing(Endless(Config()).to(self.device), self.precision.dtype)
-        return lambda: generate(writer, [PROMPT] * stories, STORY_TOKENS), stories * STORY_TOKENS, 2
+        return lambda: generate(writer, [self.prompt] * stories, STORY_TOKENS), stories * STORY_TOKENS, 2
 
     def scoring(self):
-        tokens, mask = pack([PROMPT] * SCORED, random_stories(SCORED, STORY_TOKENS), self.device)
+        tokens, mask = pack([self.prompt] * SCORED, random_stories(SCORED, STORY_TOKENS), self.device)
 
         def work():
             with torch.no_grad(), self.precision():
@@ -89,7 +88,7 @@ class Bench:
         return work, SCORED * STORY_TOKENS, 2
 
     def update(self):
-        tokens, mask = pack([PROMPT] * ppo.STORIES, random_stories(ppo.STORIES, STORY_TOKENS), self.device)
+        tokens, mask = pack([self.prompt] * ppo.STORIES, random_stories(ppo.STORIES, STORY_TOKENS), self.device)
         zero = torch.zeros_like(mask)
         rewards = torch.rand(ppo.STORIES, device=self.device)
         batch = ppo.Rollout([], rewards, tokens, mask, zero, zero, zero, 0.0)

@@ -97,7 +97,8 @@ def encoding():
             "stories", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_TEXT: END}, explicit_n_vocab=VOCABULARY
         )
     except (OSError, ValueError) as error:
-        raise Problem(f"cannot read the tokenizer {TOKENIZER}: {error}; `git checkout data` brings it back") from None
+        why = getattr(error, "strerror", None) or error
+        raise Problem(f"cannot read the tokenizer {TOKENIZER}: {why}; `git checkout data` brings it back") from None
 
 
 def tokenizer_hash():

@@ -78,7 +78,7 @@ def main():
     try:
         figure.savefig(out, dpi=110)
     except (OSError, ValueError) as error:
-        raise Problem(f"cannot write {out}: {error}") from None
+        raise Problem(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from None
     say(f"wrote {out}")
 
 
