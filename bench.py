@@ -1,14 +1,16 @@
 """How fast is it here, and how near to what the machine can do?
 
-    python bench.py                             every figure three times, in turns with each other and with the ceiling
+    python bench.py                             every figure three times, in turn with the others and the ceiling
     python bench.py --repeats 5 --json bench.json
     python bench.py --only writing update       figures whose names hold one of these
 
-The ceiling is the rate of plain matrix products of the model's shapes, in FLOP/s, measured right before each figure: the
-machine's speed may drift within minutes, the share of the ceiling does not. The arithmetic counted is that of real tokens
+The ceiling is the rate of plain matrix products of the model's shapes, in FLOP/s, measured right before and right after
+each figure, since the machine's speed may drift within minutes: a share of the mean of the two drifts less than seconds
+do. The arithmetic counted is that of real tokens
 alone: 2 x parameters for a token read or written, 6 x parameters for one learned from.
 """
 
+import shlex
 import statistics
 import time
 from pathlib import Path
@@ -148,10 +150,10 @@ def main():
     for repeat in range(args.repeats + 1):  # all figures in turn, so that a machine that drifts does not favour one
         for number, (name, (work, amount, multiple)) in enumerate(works.items()):
             data.progress(repeat * len(works) + number, (args.repeats + 1) * len(works), name)
-            most, rate = ceiling(device, dtype, Config()), amount / clock(work)
+            before, rate, after = ceiling(device, dtype, Config()), amount / clock(work), ceiling(device, dtype, Config())
             if repeat:  # the first time warms up
                 rates[name].append(rate)
-                shares[name].append(rate * multiple * bench.parameters / most)
+                shares[name].append(rate * multiple * bench.parameters / ((before + after) / 2))
     results = []
     for name, (_, amount, multiple) in works.items():
         row = {"name": name, "unit": figures[name][1], "median": statistics.median(rates[name]), "least": min(rates[name])}
@@ -164,7 +166,7 @@ def main():
     gib = peak() / 2**30
     print(f"peak memory {gib:.2f} GiB")
     if args.json:
-        command = " ".join(["python bench.py --repeats", str(args.repeats), *["--only", *args.only] * any(args.only)])
+        command = shlex.join(["python", "bench.py", "--repeats", str(args.repeats), *["--only", *args.only] * any(args.only)])
         content = {"command": command, "device": str(device), "dtype": str(dtype), "peak_memory_gib": gib, "figures": results}
         write_json(args.json, content)
 

@@ -3,7 +3,7 @@
     python compare.py --rollouts 32 --seeds 5       equal rollouts: this is what compares the methods
     python compare.py --minutes 10 --seeds 2        equal minutes: this is what a reader sees
 
-The methods take turns, each seed beginning with another one, so that a machine that drifts does not favour one. Ctrl-C
+The methods run in turn, each seed starting with a different one, so that a machine that drifts favours none. Ctrl-C
 ends it; the same command goes on where it stopped, and skips what is there. A run keeps about half a gigabyte in
 checkpoints/.
 
@@ -210,8 +210,8 @@ def main():
     args = args.parse_args()
     if not args.minutes and not args.rollouts:
         args.rollouts = 32
-    if importlib.util.find_spec("scipy") is None:
-        raise Problem("comparing needs scipy: pip install -r requirements-extra.txt")
+    if args.seeds > 1 and importlib.util.find_spec("scipy") is None:
+        raise Problem("comparing seeds needs scipy: pip install -r requirements-extra.txt")
     flag = "rollouts" if args.rollouts else "minutes"
     args.budget = f"{flag}-{getattr(args, flag):g}"
     file = args.json or runs.RUNS / f"compare-{args.budget}.json"
@@ -239,8 +239,14 @@ def main():
                 add(method, seed, model, *done_by(model))
     except KeyboardInterrupt:
         raise Problem("stopped: the same command goes on from here") from None
-    content["runs"] = list(rows.values())  # for the table; the file keeps those of more seeds too
-    say(table(content))
+    content["runs"] = list(rows.values())  # for the tables; the file keeps those of more seeds too
+    names = [row["method"] + f"-seed-{row['seed']}" * (row["seed"] > 1) for row in content["runs"]]
+    width = max(map(len, names))
+    say(f"{'':{width}}  {evaluate.HEADING}")
+    for name, row in zip(names, content["runs"]):
+        say(f"{name:{width}}  {evaluate.table_row(row)}")
+    if args.seeds > 1:
+        say(table(content))
     say(f"wrote {file}; python draw.py {file} draws it")
 
 

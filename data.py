@@ -60,7 +60,7 @@ def main_guard(main):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are one line too, and whose help shows the defaults."""
+    """argparse whose complaints are one line too."""
 
     def __init__(self, description):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -329,6 +329,7 @@ def main():
     def stories(split):
         if split == "valid" and args.valid:
             yield from (text for text, _ in read_stories(args.valid))
+            return
         for path in args.files:
             yield from (text for text, found in read_stories(path) if (found == "valid") == (split == "valid"))
 

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data import encode, instruction, main_guard, say
+from data import Problem, encode, instruction, main_guard, say
 from model import FINETUNED, pack, token_log_probs
 from ppo import MEASURE_EVERY
 from preferences import PAIRS, load_pairs
-from run import Run, flags, kind
+from run import Run, file_hash, flags, kind
 
 MINIBATCH = 16  # pairs a step
 PIECE = 4  # pairs whose gradients are computed at once
@@ -71,13 +71,17 @@ def main():
     args.add_argument("--beta", type=beta, default=0.1, help="how strongly the reference holds (default 0.1)")
     args.add_argument("--pairs", type=Path, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
     args = args.parse_args()
-    pairs = load_pairs(args.pairs)
+    pairs, writer = load_pairs(args.pairs)
+    if not args.resume and writer != file_hash(args.start):
+        raise Problem(f"another model than {args.start} wrote {args.pairs}: make pairs with python preferences.py --from {args.start}")
     run = Run(args, "dpo", f"beta-{args.beta:g}")
     model, reference = run.base, copy.deepcopy(run.base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     parts = {"model": model, "optimizer": optimizer}
-    if args.resume:
-        run.load_state(**parts)
+    known = file_hash(args.pairs)
+    if args.resume and run.load_state(**parts).get("pairs", known) != known:
+        raise Problem(f"{args.pairs} is not the file of pairs that this run started with")
+    parts["pairs"] = known
     measure = functools.partial(run.report, model, parts, "step", reference)
     if not run.steps:
         measure()

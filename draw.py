@@ -1,7 +1,7 @@
 """Reward and KL over the rollouts of a comparison, from the TensorBoard logs of its runs.
 
     python draw.py runs/compare-rollouts-32.json                     runs/compare-rollouts-32.png
-    python draw.py docs/results/compare.json --out docs/compare.png
+    python draw.py runs/compare-minutes-10.json --out minutes.png
 
 A thin line is a seed, a thick one the mean over seeds. DPO writes no stories while it learns: for it, the marks are what
 the evaluations on held-out asks found, at the same share of its way.
@@ -62,9 +62,10 @@ def main():
         same = [row for row in rows if row["method"] == method]
         for axis, (name, measured, label) in zip(axes, PANELS):
             off_line = method.startswith("dpo")
-            curves = [scalars(runs.RUNS / folder_of(method, budget, row["seed"]), measured if off_line else name) for row in same]
+            scalar = measured if off_line else name
+            curves = [scalars(runs.RUNS / folder_of(method, budget, row["seed"]), scalar) for row in same]
             if not all(len(steps) for steps, _ in curves):
-                raise Problem(f"a seed of {method} has no {name} below {runs.RUNS}: draw where the comparison ran")
+                raise Problem(f"a seed of {method} has no {scalar} below {runs.RUNS}: draw where the comparison ran")
             if off_line:  # its steps on the others' axis
                 curves = [(steps * rollouts / row["steps"], values) for (steps, values), row in zip(curves, same)]
             for curve in curves:

@@ -28,7 +28,7 @@ from data import (
     read_words,
     say,
 )
-from model import CHECKPOINTS, pack, save_checkpoint
+from model import CHECKPOINTS, pack
 from pretrain import optimizers, set_rate, train_step
 from run import Run, flags
 
@@ -143,9 +143,7 @@ def main():
             run.save_state(**parts)
     run.save_state(**parts)
     measure(load_instructions())
-    save_checkpoint(run.folder / "model.pt", model.bfloat16(), steps=run.steps)
-    run.close()
-    say(f"wrote {run.folder / 'model.pt'} after {run.minutes:.1f} minutes and {run.steps} steps")
+    run.finish(model.bfloat16(), "step")
 
 
 if __name__ == "__main__":

@@ -39,10 +39,9 @@ def reinforce(model, reference, optimizer, method):
     """An update by PPO or GRPO on two minibatches of made-up stories."""
     stories = random_stories(2 * ppo.MINIBATCH)
     tokens, mask = pack([data.encode(data.instruction(data.DEMO))] * len(stories), stories)
+    pieces = list(zip(tokens.split(ppo.PIECE), mask.split(ppo.PIECE)))
     with torch.no_grad():
-        old, frozen = (
-            torch.cat([ppo.token_log_probs(each, *part) for part in zip(tokens.split(8), mask.split(8))]) for each in (model, reference)
-        )
+        old, frozen = (torch.cat([ppo.token_log_probs(each, *piece) for piece in pieces]) for each in (model, reference))
     channels = torch.randn(*mask.shape, model.config.channels)
     batch = ppo.Rollout([], torch.rand(len(stories)), tokens, mask, old, frozen, channels, 0.0)
     ppo.update(model, optimizer, batch, method.advantages(batch)[0], method, 0.05, PRECISION)

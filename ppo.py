@@ -201,7 +201,7 @@ def explained_variance(values, returns, mask):
 
 
 class PPO:
-    """What PPO does its own way. `grpo.GRPO` has the same four methods.
+    """What PPO does its own way. `grpo.GRPO` has the same methods.
 
     kl: of the KL in the reward; 0 where it is in the loss.
     """

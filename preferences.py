@@ -40,18 +40,22 @@ def pair(words, stories):
 
 
 def load_pairs(path=PAIRS):
-    """The pairs of a file, as `pair` made them. Raises `Problem` where there is none, or the file is something else."""
+    """The pairs of a file, as `pair` made them, and the hash of the model that wrote them.
+
+    Raises `Problem` where there is none, or the file is something else.
+    """
     try:
-        pairs = [json.loads(line) for line in Path(path).read_text().splitlines()][1:]
+        settings, *pairs = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        writer = settings["from"]
         for each in pairs:
             assert len(each["ask"]) == 3 and each["chosen"]["tokens"] and each["rejected"]["tokens"]
     except FileNotFoundError:
         raise Problem(f"there is no {path}: run python preferences.py") from None
     except (OSError, ValueError, LookupError, TypeError, AssertionError):
-        raise Problem(f"cannot read {path}: it is not what preferences.py writes; --overwrite makes it anew") from None
+        raise Problem(f"cannot read {path}: it is not what preferences.py writes, or a part of it: see --resume and --overwrite") from None
     if not pairs:
         raise Problem(f"no pairs in {path}: run python preferences.py with more --asks")
-    return pairs
+    return pairs, writer
 
 
 def asks_of(seed):

@@ -15,7 +15,7 @@ import torch
 
 import evaluate
 from data import END, load_tokens, main_guard, progress, say, split_stories
-from model import Config, StoryModel, save_checkpoint, token_log_probs
+from model import Config, StoryModel, token_log_probs
 from run import Run, flags
 
 GROWTH = {0.0: 2, 0.3: 4, 0.75: 8}  # share of the time: layers
@@ -216,9 +216,7 @@ def main():
             saved = run.minutes
     save()
     say(measure(valid, "eval/final_bits_per_byte") + f" after {run.minutes:.1f} minutes and {run.steps} steps")
-    save_checkpoint(run.folder / "model.pt", model.bfloat16(), steps=run.steps)
-    run.close()
-    say(f"wrote {run.folder / 'model.pt'}")
+    run.finish(model.bfloat16(), "step")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def flags(description, start, unit="rollouts", budget=10.0):
         args.add_argument("--from", dest="start", metavar="CHECKPOINT", default=start, help=f"the model to start from (default {shown})")
     args.add_argument("--name", type=name, help="added to the run's folder, to keep it apart from others")
     args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
-    args.add_argument("--resume", action="store_true", help="go on with the run of this name where it stopped")
+    args.add_argument("--resume", action="store_true", help="go on with the run of this name; its earlier minutes and steps count")
     args.add_argument("--overwrite", action="store_true", help="throw the run of this name away first")
     return args
 
@@ -89,7 +89,7 @@ class Run:
         self.state_file = self.folder / "state.pt"
         self.device, dtype = models.pick_device(args.device)
         self.precision = models.Precision(self.device, dtype)
-        self.steps, self.earlier, self.stopped = 0, 0.0, False
+        self.steps, self.earlier, self.stopped, self.start_hash = 0, 0.0, False, ""
         if args.resume and args.overwrite:
             raise Problem("--resume and --overwrite exclude each other")
         if args.resume and not self.state_file.exists():
@@ -119,6 +119,8 @@ class Run:
             signal.signal(sort, self._stop)
         say(f"{label} on {self.device} in {str(dtype).removeprefix('torch.')}: Ctrl-C stops it as the end of its time does")
         self.started = time.monotonic()
+        if args.resume and self.over():
+            say(f"it is complete, after {self.earlier:.1f} minutes and {self.steps} steps, which count: ask for more to go on")
 
     def _read_state(self, args):
         """Counters, and the model that the run started from, which must still be the same file."""
@@ -163,9 +165,9 @@ class Run:
     def save_state(self, **parts):
         """Write all that a resumed run needs: weights, optimizers, random states, counters."""
         states = {key: part.state_dict() if hasattr(part, "state_dict") else part for key, part in parts.items()}
-        clock = {"kind": self.kind, "steps": self.steps, "minutes": self.minutes, "start": "", "start_hash": ""}
-        if start := getattr(self.args, "start", None):
-            clock |= {"start": os.path.relpath(start, RUNS.parent), "start_hash": self.start_hash}
+        start = getattr(self.args, "start", None)
+        clock = {"kind": self.kind, "steps": self.steps, "minutes": self.minutes, "start_hash": self.start_hash}
+        clock |= {"start": os.path.relpath(start, RUNS.parent) if start else ""}
         clock |= {"torch_random": torch.get_rng_state(), "numpy_random": self.random.bit_generator.state}
         models.save({**states, "run": clock}, self.state_file)
 
@@ -198,11 +200,8 @@ class Run:
         """Write the final model, close the run, and say where it is."""
         file = self.folder / "model.pt"
         models.save_checkpoint(file, model, steps=self.steps, minutes=self.minutes, start=self.start_hash)
-        self.close()
-        print(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")
-
-    def close(self):
         self.writer.close()
+        print(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")
 
 
 def as_text(story):

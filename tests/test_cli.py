@@ -74,7 +74,7 @@ def test_the_help_names_every_default(said, script, monkeypatch):
 
 def test_the_main_job_needs_no_flag_but_minutes_and_kl(said, monkeypatch):
     seen = []
-    monkeypatch.setattr(grpo, "train", lambda run, method, kl: (seen.append((run.args.minutes, kl)), run.close()))
+    monkeypatch.setattr(grpo, "train", lambda run, method, kl: (seen.append((run.args.minutes, kl)), run.writer.close()))
     assert said(grpo, "--minutes", 10, "--kl", 0.05)[0] == 0
     assert said(grpo, "--overwrite")[0] == 0
     assert seen == [(10, 0.05)] * 2  # and these are the defaults
@@ -168,7 +168,7 @@ def test_a_refused_run_a_missing_state_and_a_bad_reward_get_one_line(said, monke
 
 
 def test_ctrl_c_twice_exits_with_130_and_no_traceback(said, monkeypatch):
-    monkeypatch.setattr(ppo, "train", lambda run, *_: [run.close(), run._stop(2, None), run._stop(2, None)])
+    monkeypatch.setattr(ppo, "train", lambda run, *_: [run.writer.close(), run._stop(2, None), run._stop(2, None)])
     status, _, err = said(ppo)
     assert (status, err) == (130, "")
 

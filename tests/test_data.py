@@ -247,6 +247,8 @@ def test_the_script_encodes_local_stories_by_their_split(tmp_path, monkeypatch):
     assert (read("train"), read("valid")) == (["One.", "Three."], ["Two."])
     script(monkeypatch, put(tmp_path / "a.txt", "Four."), put(tmp_path / "b.txt", "Five."), "--valid", put(tmp_path / "c.txt", "Six."))
     assert (read("train"), read("valid")) == (["Four.", "Five."], ["Six."])
+    script(monkeypatch, tmp_path / "s.jsonl.gz", "--valid", tmp_path / "c.txt")
+    assert (read("train"), read("valid")) == (["One.", "Three."], ["Six."])
 
 
 def test_the_script_wants_stories_to_measure_on(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from conftest import tiny_model
 import data
 import dpo
 import model as models
+import run as runs
 
 
 def pairs(number=6):
@@ -89,9 +90,11 @@ def test_the_frozen_reference_gets_no_gradient_and_the_policy_learns_the_prefere
 
 
 @pytest.fixture
-def written(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("{}\n" + "".join(json.dumps(pair) + "\n" for pair in pairs(20)))
+def written(workshop):
+    """Pairs that the fine-tuned model is said to have written."""
+    settings = {"from": runs.file_hash(workshop / "checkpoints" / "finetuned" / "model.pt")}
+    path = workshop / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [settings, *pairs(20)]))
     return path
 
 
@@ -104,6 +107,20 @@ def test_a_run_that_stopped_goes_on_to_the_weights_of_one_that_did_not(quick, wo
     start = models.load_checkpoint(workshop / "checkpoints/finetuned/model.pt").state_dict()
     assert any(not torch.equal(start[key], one["model"][key]) for key in start)
     assert (workshop / "checkpoints/dpo/beta-0.1/model.pt").exists()
+
+
+def test_pairs_that_another_model_wrote_are_refused_before_anything_is_made(quick, workshop, written):
+    models.save_checkpoint(workshop / "checkpoints" / "finetuned" / "model.pt", tiny_model(1))
+    with pytest.raises(data.Problem, match="another model"):
+        quick(dpo, "--pairs", written, "--steps", 1)
+    assert not (workshop / "checkpoints" / "dpo").exists()
+
+
+def test_a_run_goes_on_with_its_own_pairs_only(quick, written):
+    quick(dpo, "--pairs", written, "--steps", 1)
+    written.write_text("".join(written.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(data.Problem, match="started with"):
+        quick(dpo, "--pairs", written, "--steps", 2, "--resume")
 
 
 @pytest.mark.parametrize("beta", ["0", "-1", "nan", "inf"])

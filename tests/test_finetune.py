@@ -169,4 +169,4 @@ def test_fine_tuning_starts_from_the_pretrained_model_and_writes_one_in_bfloat16
     assert {weight.dtype for weight in content["model"].values()} == {torch.bfloat16} and content["steps"] == 1
     assert models.load_checkpoint(workshop / "checkpoints/finetuned-x/model.pt").embedding.weight.dtype == torch.float32
     assert models.read(workshop / "checkpoints/finetuned-x/state.pt")["run"]["start"].endswith("pretrained/model.pt")
-    assert capsys.readouterr().out.splitlines()[-1].endswith("1 steps")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("1 steps; tensorboard --logdir runs")

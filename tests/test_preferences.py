@@ -5,6 +5,7 @@ import pytest
 
 import data
 import preferences
+import run as runs
 
 ASK = ("kite", "river", "brave")
 STORIES = [data.encode(text) for text in ("A kite.", "Nothing.", "A brave kite by the river.", "The brave kite.", "No one.")]
@@ -37,11 +38,12 @@ def told(monkeypatch):
     return batches
 
 
-def test_pairs_and_ties_are_counted_and_written_with_scores_tokens_and_text(quick, told, tmp_path, capsys):
+def test_pairs_and_ties_are_counted_and_written_with_scores_tokens_and_text(quick, workshop, told, tmp_path, capsys):
     path = tmp_path / "pairs.jsonl"
     asks = preferences.asks_of(1)[:20]
     quick(preferences, "--asks", 20, "--stories", 2, "--out", path)
-    pairs = preferences.load_pairs(path)
+    pairs, writer = preferences.load_pairs(path)
+    assert writer == runs.file_hash(workshop / "checkpoints" / "finetuned" / "model.pt")
     order = [words[0] for words in data.load_asks()]
     expected = [list(words) for words in asks if order.index(words[0]) % 2]
     assert [pair["ask"] for pair in pairs] == expected
@@ -79,7 +81,10 @@ def test_a_file_that_is_there_is_neither_overwritten_nor_mixed_with_other_settin
     assert path.read_text() != before
 
 
-@pytest.mark.parametrize("content", ["", "{}\n", "{}\nnot json\n", '{}\n{"ask": 3}\n', "{}\n[]\n"], ids=repr)
+HEADER = '{"from": "x"}\n'
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", HEADER, f"{HEADER}not json\n", f'{HEADER}{{"ask": 3}}\n', f"{HEADER}[]\n"], ids=repr)
 def test_a_file_of_something_else_is_a_problem(tmp_path, content):
     path = tmp_path / "pairs.jsonl"
     with pytest.raises(data.Problem, match="there is no"):
@@ -95,7 +100,7 @@ def test_the_stories_of_an_ask_stay_with_it(quick, workshop, told, tmp_path):
     assert told == [48, 48, 24]
     numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()[1:]]
     assert all(one < other for one, other in itertools.pairwise(numbers))
-    assert all(tuple(pair["ask"]) == preferences.asks_of(1)[number] for number, pair in zip(numbers, preferences.load_pairs(path)))
+    assert all(tuple(pair["ask"]) == preferences.asks_of(1)[number] for number, pair in zip(numbers, preferences.load_pairs(path)[0]))
 
 
 def test_each_seed_asks_for_other_things_and_more_than_there_are_is_refused(quick, tmp_path):

@@ -36,7 +36,7 @@ def labels(monkeypatch):
     """The labels of runs that are set up but do not train."""
     seen = []
     for script in ppo, grpo:
-        monkeypatch.setattr(script, "train", lambda run, *_: (seen.append(run.label), run.close()))
+        monkeypatch.setattr(script, "train", lambda run, *_: (seen.append(run.label), run.writer.close()))
     return seen
 
 
@@ -144,7 +144,7 @@ def test_a_run_that_ctrl_c_ended_goes_on_to_the_numbers_of_one_that_it_did_not(q
 
 
 def test_a_second_ctrl_c_stops_at_once(quick, labels, monkeypatch):
-    monkeypatch.setattr(ppo, "train", lambda run, *_: [run.close(), *(os.kill(os.getpid(), signal.SIGINT) for _ in range(2))])
+    monkeypatch.setattr(ppo, "train", lambda run, *_: [run.writer.close(), *(os.kill(os.getpid(), signal.SIGINT) for _ in range(2))])
     with pytest.raises(KeyboardInterrupt):
         quick(ppo)
 
@@ -259,6 +259,15 @@ def test_tensorboard_gets_the_names_that_the_docs_list(quick, workshop, monkeypa
     assert events.Scalars("rollout/kl")[0].value == 0 < events.Scalars("rollout/kl")[1].value
 
 
+def test_a_complete_run_that_is_resumed_says_that_its_steps_count(quick, workshop, capsys):
+    quick(grpo, "--rollouts", 1)
+    before = models.read(workshop / "checkpoints/grpo/kl-0.05/model.pt")["model"]
+    assert "it is complete" not in capsys.readouterr().out
+    quick(grpo, "--rollouts", 1, "--resume")
+    assert "it is complete, after 0.0 minutes and 1 steps" in capsys.readouterr().out
+    assert differences(before, models.read(workshop / "checkpoints/grpo/kl-0.05/model.pt")["model"]) == []
+
+
 def test_a_resumed_runs_scalars_go_on_where_they_stopped(quick, workshop):
     quick(grpo, "--rollouts", 2)
     quick(grpo, "--rollouts", 4, "--resume")
@@ -282,7 +291,7 @@ def test_minutes_count_the_earlier_parts_of_a_run(quick, labels, monkeypatch):
     assert run.share() == 1 and run.over()
     run.args.steps, run.steps = 4, 1  # counted, and the minutes no longer matter
     assert run.share() == 0.25 and not run.over()
-    run.close()
+    run.writer.close()
 
 
 @pytest.mark.parametrize(
@@ -292,7 +301,7 @@ def test_a_run_computes_in_bfloat16_only_where_the_processor_can(quick, labels, 
     monkeypatch.delenv("STORY_FLOAT32")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)
     made = []
-    monkeypatch.setattr(ppo, "train", lambda run, *_: (made.append(run.precision.dtype), run.close()))
+    monkeypatch.setattr(ppo, "train", lambda run, *_: (made.append(run.precision.dtype), run.writer.close()))
     quick(ppo, "--device", "cpu")
     assert made == [dtype]
 
