@@ -95,6 +95,15 @@ def measure(name, config=None):
     }
 
 
+def alone(work, *args):
+    """What a function returns that is called in a process of its own. Raises `Problem` if that is killed."""
+    try:
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(work, *args).result()
+    except concurrent.futures.BrokenExecutor:
+        raise Problem(f"the process for {args[0]} was killed: is there too little memory?") from None
+
+
 def main():
     args = Parser(__doc__)
     args.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too, in bytes")
@@ -103,12 +112,7 @@ def main():
     print(f"{'MiB':20} {'parameters':>10} " + " ".join(f"{column:>10}" for column in columns), flush=True)
     rows = []
     for name in METHODS:
-        try:
-            with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                row = pool.submit(measure, name).result()
-        except concurrent.futures.BrokenExecutor:
-            raise Problem(f"the process that measured {name} was killed: is there too little memory?") from None
-        rows.append(row)
+        rows.append(row := alone(measure, name))
         print(
             f"{name:20} {row['trained_parameters'] / 1e6:9.1f}M " + " ".join(f"{row[column] / MIB:10,.0f}" for column in columns),
             flush=True,

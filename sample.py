@@ -14,6 +14,8 @@ from data import DEMO, END, STORY_TOKENS, Parser, Problem, decode, encode, encod
 from model import FINETUNED, for_writing, load_checkpoint, pick_device
 from rewards import check_words, words_used
 
+LEAVE_AT = 1 / 8  # the share of rows that must have ended for them to be dropped, which copies the cache
+
 
 def choose(logits, uniforms, temperature=1.0, top_k=None):
     """The token at each row's uniform number, (rows,), in the cumulative distribution of its logits (rows, vocabulary).
@@ -63,7 +65,7 @@ def tokens_written(model, prompts, max_tokens, temperature=1.0, top_k=None, gene
         ended |= writing & ((chosen == END) | (step == max_tokens - 1))
         if ended.all():
             return
-        if ended.sum() * 8 >= len(rows):  # dropping rows copies the cache: worth it for an eighth of them
+        if ended.sum() >= LEAVE_AT * len(rows):
             kept = ~ended
             for cache in caches:
                 cache.keep(kept.to(device))

@@ -21,9 +21,10 @@ import preferences
 import pretrain
 import rewards
 import sample
+import tricks
 
 ROOT = Path(data.__file__).parent
-SCRIPTS = [data, rewards, models, sample, evaluate, pretrain, finetune, ppo, grpo, preferences, dpo, compare, draw, memory, bench]
+SCRIPTS = [data, rewards, models, sample, evaluate, pretrain, finetune, ppo, grpo, preferences, dpo, compare, draw, memory, bench, tricks]
 
 
 @pytest.fixture

@@ -1,0 +1,49 @@
+import json
+import sys
+
+import pytest
+import torch
+
+import model as models
+import tricks
+
+
+@pytest.mark.parametrize("name", tricks.TRICKS)
+def test_a_trick_is_left_out_while_its_task_is_timed_and_is_back_afterwards(quick, monkeypatch, name):
+    task, module, replaced, plain = tricks.TRICKS[name]
+    before, seen = getattr(module, replaced), []
+    monkeypatch.setattr(tricks, "STORY_TOKENS", 12)
+    monkeypatch.setattr(tricks, "clock", lambda work: seen.append(getattr(module, replaced)) or work() or 2.0)
+    assert tricks.trial(task, name, "cpu") > 0
+    assert seen == [plain] and getattr(module, replaced) == before
+
+
+def test_nothing_is_left_out_where_no_trick_is_named(quick, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tricks, "STORY_TOKENS", 12)
+    now = lambda: [getattr(module, replaced) for _, module, replaced, _ in tricks.TRICKS.values()]
+    monkeypatch.setattr(tricks, "clock", lambda work: seen.append(now()) or work() or 2.0)
+    before = now()
+    tricks.trial("learning", None, "cpu")
+    assert seen == [before]
+
+
+def test_the_plain_ways_compute_the_same(tiny):
+    tokens = torch.randint(0, 4096, (3, 20))
+    mask = (torch.arange(19) >= 4).float() * (torch.arange(19) < torch.tensor([[9], [14], [19]]))
+    torch.testing.assert_close(tricks.all_positions(tiny, tokens, mask), models.token_log_probs(tiny, tokens, mask))
+    logits = torch.full((400, 3), -30.0)
+    logits[:, 1] = 0
+    assert tricks.multinomial(logits, None).tolist() == [1] * 400
+
+
+def test_a_ratio_is_the_median_of_those_taken_in_one_turn(monkeypatch, tmp_path, capsys):
+    times = iter([1.0, 10.0, 2.0, 3.0, 20.0, 10.0, 15.0] + [10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0] + [2.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0])
+    asked = []
+    monkeypatch.setattr(tricks, "alone", lambda work, task, name, device: asked.append((task, name)) or next(times))
+    monkeypatch.setattr(sys, "argv", ["tricks.py", "--json", str(tmp_path / "tricks.json")])
+    tricks.main()
+    assert len(asked) == 21 and asked[:2] == [("writing", None), ("learning", None)] and asked[:7] == asked[7:14]
+    rows = json.loads((tmp_path / "tricks.json").read_text())["tricks"]
+    assert [row["ratio"] for row in rows] == [1.0, 1.0, 2.0, 1.0, 1.0]  # of [2, 1, .5], [3, 1, .5], [2, 1, 4], [1, 1, 1], [1.5, 1, 1]
+    assert (rows[1]["least"], rows[1]["most"]) == (0.5, 3.0) and "freed memory is kept" in capsys.readouterr().out

@@ -1,0 +1,114 @@
+"""What does each trick that makes it fast give by itself?
+
+    python tricks.py                            a table; --json FILE writes it too
+
+One trick at a time is replaced by the plain way. The tasks are a rollout's writing (128 stories of the fine-tuned model)
+and its learning (GRPO's update on 32 plain stories); their time per token is taken without the trick and with all of
+them, in turn, each time in a process of its own.
+"""
+
+import math
+import statistics
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+import data
+import grpo
+import model as models
+import ppo
+import sample
+from bench import clock
+from data import STORY_TOKENS, Parser, main_guard, progress, say
+from evaluate import load_plain, write_json
+from memory import alone
+from run import count
+
+LEARNED = 32  # stories
+
+
+def multinomial(logits, uniforms, temperature=1.0, top_k=None):
+    return torch.multinomial(logits.softmax(-1), 1).squeeze(1)
+
+
+def all_positions(model, tokens, mask):
+    return models.token_log_probs(model, tokens) * mask
+
+
+TRICKS = {  # name: (task, module, what is replaced there, by what)
+    "one uniform number a row": ("writing", sample, "choose", multinomial),
+    "ended stories leave the batch": ("writing", sample, "LEAVE_AT", math.inf),
+    "prompts and padding are not computed": ("learning", ppo, "token_log_probs", all_positions),
+    "gradients in pieces": ("learning", ppo, "PIECE", ppo.MINIBATCH),
+    "freed memory is kept": ("learning", models, "keep_freed_memory", lambda: None),
+}
+
+
+def writing(precision, longest):
+    """Returns how many tokens it wrote."""
+    model = models.for_writing(models.load_checkpoint(models.FINETUNED, precision.device), precision.dtype)
+    prompts = [data.encode(data.instruction(words)) for words in data.load_instructions()[: ppo.STORIES]]
+    torch.manual_seed(1)
+    return lambda: sum(map(len, sample.generate(model, prompts, longest)))
+
+
+def learning(precision, longest):
+    """Returns how many tokens it learned from."""
+    model = models.load_checkpoint(models.FINETUNED, precision.device)
+    optimizer, method = torch.optim.AdamW(model.parameters(), lr=0.0), grpo.GRPO()
+    stories = [story[:longest] for story in load_plain()[:LEARNED]]
+    prompts = [data.encode(data.instruction(words)) for words in data.load_asks()[:LEARNED]]
+    tokens, mask = models.pack(prompts, stories, precision.device)
+    rewards = torch.from_numpy(np.random.default_rng(1).random(LEARNED, dtype=np.float32)).to(precision.device)
+    zero = torch.zeros_like(mask)
+    batch = ppo.Rollout([], rewards, tokens, mask, zero, zero, zero, 0.0)
+    advantages = method.advantages(batch)[0]
+
+    def work():
+        ppo.update(model, optimizer, batch, advantages, method, 0.05, precision)
+        return ppo.EPOCHS * int(mask.sum())
+
+    return work
+
+
+def trial(task, left_out, device):
+    """Microseconds a token of a task, without the trick `left_out` or, where it is None, with all of them."""
+    device, dtype = models.pick_device(device)
+    precision = models.Precision(device, dtype)
+    prepare = {"writing": writing, "learning": learning}[task]
+    _, *replaced = TRICKS.get(left_out, (None, sample, "STORY_TOKENS", STORY_TOKENS))
+    with mock.patch.object(*replaced):
+        models.keep_freed_memory()
+        prepare(precision, 8)()  # warms up
+        work, done = prepare(precision, STORY_TOKENS), []
+        return 1e6 * clock(lambda: done.append(work())) / done[0]
+
+
+def main():
+    args = Parser(__doc__)
+    args.add_argument("--repeats", type=count, default=3, help="times each is taken (default 3)")
+    args.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    args = args.parse_args()
+    trials = [("writing", None), ("learning", None), *((task, name) for name, (task, *_) in TRICKS.items())]
+    found = {each: [] for each in trials}
+    for repeat in range(args.repeats):
+        for number, each in enumerate(trials):
+            progress(repeat * len(trials) + number, args.repeats * len(trials), each[1] or each[0])
+            found[each].append(alone(trial, *each, args.device))
+    say(f"{'microseconds a token':38} {'task':9} {'without':>9} {'with':>9} {'times as fast':>14}")
+    rows = []
+    for name, (task, *_) in TRICKS.items():
+        ratios = [without / all_on for without, all_on in zip(found[task, name], found[task, None])]
+        row = {"name": name, "task": task, "without": statistics.median(found[task, name]), "with": statistics.median(found[task, None])}
+        rows.append(row | {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)})
+        spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+        say(f"{name:38} {task:9} {row['without']:9,.0f} {row['with']:9,.0f} {rows[-1]['ratio']:14.2f} {spread}")
+    if args.json:
+        write_json(args.json, {"command": f"python tricks.py --repeats {args.repeats}", "tricks": rows})
+
+
+if __name__ == "__main__":
+    main_guard(main)
