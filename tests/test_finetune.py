@@ -109,7 +109,7 @@ def test_a_file_without_a_story_to_ask_for_says_so(stories):
 
 def test_the_loss_is_on_the_story_and_its_end_and_not_on_the_prompt_or_the_padding():
     examples = [next(instructions) for instructions in [stream()] for _ in range(5)]
-    tokens, counts = finetune.batch(examples, "cpu")
+    tokens, counts = finetune.batch(examples, 4, "cpu")
     for row, (words, story) in enumerate(examples):
         prompt = data.encode(data.instruction(words))
         assert data.decode(prompt).endswith(".\n") and prompt == tokens[row, : len(prompt)].tolist()
@@ -121,9 +121,12 @@ def test_the_loss_is_on_the_story_and_its_end_and_not_on_the_prompt_or_the_paddi
 
 def test_the_first_mention_of_each_asked_word_counts_more():
     text = "So the brave bear jumped, bearing the brave bear's cake, and the brave bear ran."
-    tokens, counts = finetune.batch([(["jumped", "brave", "bear"], [*data.encode(text), data.END])], "cpu")
-    dear = tokens[0, 1:][counts[0] == finetune.ASKED_COUNT].tolist()
-    assert data.decode(dear) == " brave bear jumped" and set(counts[0].tolist()) == {0, 1, finetune.ASKED_COUNT}
+    tokens, counts = finetune.batch([(["jumped", "brave", "bear"], [*data.encode(text), data.END])], 7, "cpu")
+    assert data.decode(tokens[0, 1:][counts[0] == 7].tolist()) == " brave bear jumped" and set(counts[0].tolist()) == {0, 1, 7}
+
+
+def test_a_first_mention_counts_less_and_less_and_then_stays_above_any_other_token():
+    assert [finetune.asked_count(share) for share in (0, 0.35, 0.7, 0.9, 1)] == pytest.approx([10, 7, 4, 4, 4])
 
 
 def test_following_is_measured_against_the_next_asks_words_too(tiny, monkeypatch):
