@@ -3,8 +3,9 @@
     python tricks.py                            a table; --json FILE writes it too
 
 One trick at a time is replaced by the plain way. The tasks are a rollout's writing (128 stories of the fine-tuned model)
-and its learning (GRPO's update on 32 plain stories); their time per token is taken without the trick and with all of
-them, in turn, each time in a process of its own.
+and its learning (GRPO's update on 32 plain stories), without the trick and with all of them, in turn, each time in a
+process of its own. The unit is what plain matrix products, timed before and after, could have computed in the time of a
+token: a machine that drifts changes it less than seconds.
 """
 
 import math
@@ -20,7 +21,7 @@ import grpo
 import model as models
 import ppo
 import sample
-from bench import clock
+from bench import ceiling, clock
 from data import STORY_TOKENS, Parser, main_guard, progress, say
 from evaluate import load_plain, write_json
 from memory import alone
@@ -74,7 +75,7 @@ def learning(precision, longest):
 
 
 def trial(task, left_out, device):
-    """Microseconds a token of a task, without the trick `left_out` or, where it is None, with all of them."""
+    """What a token of a task costs, in MFLOP at the ceiling's rate, without the trick `left_out` or, if None, with all."""
     device, dtype = models.pick_device(device)
     precision = models.Precision(device, dtype)
     prepare = {"writing": writing, "learning": learning}[task]
@@ -83,7 +84,9 @@ def trial(task, left_out, device):
         models.keep_freed_memory()
         prepare(precision, 8)()  # warms up
         work, done = prepare(precision, STORY_TOKENS), []
-        return 1e6 * clock(lambda: done.append(work())) / done[0]
+        rate = lambda: ceiling(device, dtype, models.Config())
+        before, seconds, after = rate(), clock(lambda: done.append(work())), rate()
+        return seconds / done[0] * (before + after) / 2 / 1e6
 
 
 def main():
@@ -98,7 +101,7 @@ def main():
         for number, each in enumerate(trials):
             progress(repeat * len(trials) + number, args.repeats * len(trials), each[1] or each[0])
             found[each].append(alone(trial, *each, args.device))
-    say(f"{'microseconds a token':38} {'task':9} {'without':>9} {'with':>9} {'times as fast':>14}")
+    say(f"{'MFLOP a token':38} {'task':9} {'without':>9} {'with':>9} {'times as fast':>14}")
     rows = []
     for name, (task, *_) in TRICKS.items():
         ratios = [without / all_on for without, all_on in zip(found[task, name], found[task, None])]

@@ -14,6 +14,7 @@ def test_a_trick_is_left_out_while_its_task_is_timed_and_is_back_afterwards(quic
     before, seen = getattr(module, replaced), []
     monkeypatch.setattr(tricks, "STORY_TOKENS", 12)
     monkeypatch.setattr(tricks, "clock", lambda work: seen.append(getattr(module, replaced)) or work() or 2.0)
+    monkeypatch.setattr(tricks, "ceiling", lambda *_: 3e6)
     assert tricks.trial(task, name, "cpu") > 0
     assert seen == [plain] and getattr(module, replaced) == before
 
@@ -24,7 +25,9 @@ def test_nothing_is_left_out_where_no_trick_is_named(quick, monkeypatch):
     now = lambda: [getattr(module, replaced) for _, module, replaced, _ in tricks.TRICKS.values()]
     monkeypatch.setattr(tricks, "clock", lambda work: seen.append(now()) or work() or 2.0)
     before = now()
-    tricks.trial("learning", None, "cpu")
+    monkeypatch.setattr(tricks, "ceiling", lambda *_: 3e6)
+    monkeypatch.setattr(tricks, "learning", lambda *_: lambda: 4)
+    assert tricks.trial("learning", None, "cpu") == 2.0 / 4 * 3  # seconds a token, times MFLOP a second
     assert seen == [before]
 
 
