@@ -6,8 +6,8 @@
 
 The ceiling is the rate of plain matrix products of the model's shapes, in FLOP/s, measured right before and right after
 each figure, since the machine's speed may drift within minutes: a share of the mean of the two drifts less than seconds
-do. The arithmetic counted is that of real tokens
-alone: 2 x parameters for a token read or written, 6 x parameters for one learned from.
+do. The arithmetic counted is that of real tokens alone: 2 x parameters for a token read or written, 6 x parameters for one
+learned from.
 """
 
 import shlex
@@ -147,10 +147,11 @@ def main():
     chosen = [name for name in figures if any(part in name for part in args.only)]
     works = {name: figures[name][0]() for name in chosen}
     rates, shares = {name: [] for name in chosen}, {name: [] for name in chosen}
+    after = ceiling(device, dtype, Config())
     for repeat in range(args.repeats + 1):  # all figures in turn, so that a machine that drifts does not favour one
         for number, (name, (work, amount, multiple)) in enumerate(works.items()):
             data.progress(repeat * len(works) + number, (args.repeats + 1) * len(works), name)
-            before, rate, after = ceiling(device, dtype, Config()), amount / clock(work), ceiling(device, dtype, Config())
+            before, rate, after = after, amount / clock(work), ceiling(device, dtype, Config())
             if repeat:  # the first time warms up
                 rates[name].append(rate)
                 shares[name].append(rate * multiple * bench.parameters / ((before + after) / 2))
