@@ -46,6 +46,11 @@ class Problem(ValueError):
     """Something the reader can put right. Scripts print it as one line and exit with 1."""
 
 
+def reason(error):
+    """Why a file could not be read or written, in a few words."""
+    return getattr(error, "strerror", None) or error
+
+
 def main_guard(main):
     """Run a script's `main`; a `Problem` becomes one line on stderr."""
     try:
@@ -97,8 +102,7 @@ def encoding():
             "stories", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_TEXT: END}, explicit_n_vocab=VOCABULARY
         )
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise Problem(f"cannot read the tokenizer {TOKENIZER}: {why}; `git checkout data` brings it back") from None
+        raise Problem(f"cannot read the tokenizer {TOKENIZER}: {reason(error)}; `git checkout data` brings it back") from None
 
 
 def tokenizer_hash():
@@ -142,7 +146,7 @@ def write_whole(path, content):
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        raise Problem(f"cannot write {path}: {error.strerror or error}") from None
+        raise Problem(f"cannot write {path}: {reason(error)}") from None
 
 
 # ---- reading stories
@@ -173,7 +177,7 @@ def read_stories(path):
     except UnicodeDecodeError:
         raise Problem(f"cannot read {path}: it is not UTF-8 text") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise Problem(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise Problem(f"cannot read {path}: {reason(error)}") from None
     if not found:
         raise Problem(f"no stories in {path}: it is empty")
 
@@ -223,7 +227,7 @@ def write_tokens(stories, path):
             raise Problem(f"no stories for {path.name}")
         os.replace(part, path)
     except OSError as error:
-        raise Problem(f"cannot write {path}: {error.strerror or error}") from None
+        raise Problem(f"cannot write {path}: {reason(error)}") from None
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)

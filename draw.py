@@ -14,7 +14,7 @@ import numpy as np
 
 import run as runs
 from compare import folder_of
-from data import Parser, Problem, main_guard, say
+from data import Parser, Problem, main_guard, reason, say
 
 PANELS = [("rollout/reward", "eval/words_used", "reward"), ("rollout/kl", "eval/kl", "KL from the reference, nats a story")]
 
@@ -79,7 +79,7 @@ def main():
     try:
         figure.savefig(out, dpi=110)
     except (OSError, ValueError) as error:
-        raise Problem(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from None
+        raise Problem(f"cannot write {out}: {reason(error)}") from None
     say(f"wrote {out}")
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data import TOKENIZER, VOCABULARY, Parser, Problem, main_guard, tokenizer_hash
+from data import TOKENIZER, VOCABULARY, Parser, Problem, main_guard, reason, tokenizer_hash
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 FINETUNED = CHECKPOINTS / "finetuned" / "model.pt"
@@ -302,7 +302,7 @@ def save(content, path):
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        raise Problem(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; the file before it is as it was") from None
+        raise Problem(f"cannot write {path}: {reason(error)}; the file before it is as it was") from None
 
 
 def read(path):

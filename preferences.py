@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import model as models
-from data import FOLDER, STORY_TOKENS, Parser, Problem, decode, encode, instruction, load_asks, main_guard, progress, say
+from data import FOLDER, STORY_TOKENS, Parser, Problem, decode, encode, instruction, load_asks, main_guard, progress, reason, say
 from model import FINETUNED, for_writing, load_checkpoint
 from rewards import words_used
 from run import count, file_hash, whole
@@ -108,7 +108,7 @@ def main():
                 file.flush()
                 progress(start + len(group), len(asks), f"{len(lines) - 1} pairs")
     except OSError as error:
-        raise Problem(f"cannot write {args.out}: {error.strerror}") from None
+        raise Problem(f"cannot write {args.out}: {reason(error)}") from None
     say(f"{len(lines) - 1} pairs from {len(asks)} asks, {len(asks) - len(lines) + 1} tied: {args.out}")
 
 

@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import evaluate
 import model as models
-from data import DEMO, Parser, Problem, load_instructions, say
+from data import DEMO, Parser, Problem, load_instructions, reason, say
 from sample import write
 
 RUNS = Path(__file__).resolve().parent / "runs"
@@ -69,7 +69,7 @@ def file_hash(path):
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except OSError as error:
-        raise Problem(f"cannot read {path}: {error.strerror}") from None
+        raise Problem(f"cannot read {path}: {reason(error)}") from None
 
 
 class Run:
@@ -111,7 +111,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.writer = SummaryWriter(RUNS / label, purge_step=self.steps + 1 if args.resume else None)
         except OSError as error:
-            raise Problem(f"cannot write to {error.filename or self.folder}: {error.strerror}") from None
+            raise Problem(f"cannot write to {error.filename or self.folder}: {reason(error)}") from None
         models.keep_freed_memory()
         torch.manual_seed(args.seed)
         self.random = np.random.default_rng(args.seed)
