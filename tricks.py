@@ -42,34 +42,36 @@ def all_positions(model, tokens, mask):
 TRICKS = {  # name: (task, module, what is replaced there, by what)
     "one uniform number a row": ("writing", sample, "choose", multinomial),
     "ended stories leave the batch": ("writing", sample, "LEAVE_AT", math.inf),
-    "prompts and padding are not computed": ("learning", ppo, "token_log_probs", all_positions),
+    "padding, and logits of prompts, are left out": ("learning", ppo, "token_log_probs", all_positions),
     "gradients in pieces": ("learning", ppo, "PIECE", ppo.MINIBATCH),
     "freed memory is kept": ("learning", models, "keep_freed_memory", lambda: None),
 }
 
 
-def writing(precision, longest):
-    """Returns how many tokens it wrote."""
+def writing(precision):
+    """Returns a function that writes stories of at most so many tokens, and returns how many it wrote."""
     model = models.for_writing(models.load_checkpoint(models.FINETUNED, precision.device), precision.dtype)
     prompts = [data.encode(data.instruction(words)) for words in data.load_instructions()[: ppo.STORIES]]
-    torch.manual_seed(1)
-    return lambda: sum(map(len, sample.generate(model, prompts, longest)))
+
+    def work(longest):
+        torch.manual_seed(1)
+        return sum(map(len, sample.generate(model, prompts, longest)))
+
+    return work
 
 
-def learning(precision, longest):
-    """Returns how many tokens it learned from."""
+def learning(precision):
+    """Returns a function that learns from stories cut to so many tokens, and returns from how many it learned."""
     model = models.load_checkpoint(models.FINETUNED, precision.device)
     optimizer, method = torch.optim.AdamW(model.parameters(), lr=0.0), grpo.GRPO()
-    stories = [story[:longest] for story in load_plain()[:LEARNED]]
-    prompts = [data.encode(data.instruction(words)) for words in data.load_asks()[:LEARNED]]
-    tokens, mask = models.pack(prompts, stories, precision.device)
+    prompts, stories = [data.encode(data.instruction(words)) for words in data.load_asks()[:LEARNED]], load_plain()[:LEARNED]
     rewards = torch.from_numpy(np.random.default_rng(1).random(LEARNED, dtype=np.float32)).to(precision.device)
-    zero = torch.zeros_like(mask)
-    batch = ppo.Rollout([], rewards, tokens, mask, zero, zero, zero, 0.0)
-    advantages = method.advantages(batch)[0]
 
-    def work():
-        ppo.update(model, optimizer, batch, advantages, method, 0.05, precision)
+    def work(longest):
+        tokens, mask = models.pack(prompts, [story[:longest] for story in stories], precision.device)
+        zero = torch.zeros_like(mask)
+        batch = ppo.Rollout([], rewards, tokens, mask, zero, zero, zero, 0.0)
+        ppo.update(model, optimizer, batch, method.advantages(batch)[0], method, 0.05, precision)
         return ppo.EPOCHS * int(mask.sum())
 
     return work
@@ -79,13 +81,12 @@ def trial(task, left_out, device):
     """What a token of a task costs, in MFLOP at the ceiling's rate, without the trick `left_out` or, if None, with all."""
     device, dtype = models.pick_device(device)
     precision = models.Precision(device, dtype)
-    prepare = {"writing": writing, "learning": learning}[task]
     with contextlib.nullcontext() if left_out is None else mock.patch.object(*TRICKS[left_out][1:]):
         models.keep_freed_memory()
-        prepare(precision, 8)()  # warms up
-        work, done = prepare(precision, STORY_TOKENS), []
+        work, done = {"writing": writing, "learning": learning}[task](precision), []
+        work(8)  # warms up
         rate = lambda: ceiling(device, dtype, models.Config())
-        before, seconds, after = rate(), clock(lambda: done.append(work())), rate()
+        before, seconds, after = rate(), clock(lambda: done.append(work(STORY_TOKENS))), rate()
         return seconds / done[0] * (before + after) / 2 / 1e6
 
 

@@ -26,7 +26,7 @@ def test_nothing_is_left_out_where_no_trick_is_named(quick, monkeypatch):
     monkeypatch.setattr(tricks, "clock", lambda work: seen.append(now()) or work() or 2.0)
     before = now()
     monkeypatch.setattr(tricks, "ceiling", lambda *_: 3e6)
-    monkeypatch.setattr(tricks, "learning", lambda *_: lambda: 4)
+    monkeypatch.setattr(tricks, "learning", lambda precision: lambda longest: 4)
     assert tricks.trial("learning", None, "cpu") == 2.0 / 4 * 3  # seconds a token, times MFLOP a second
     assert seen == [before]
 
