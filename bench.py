@@ -22,7 +22,7 @@ import data
 import grpo
 import model as models
 import ppo
-from data import STORY_TOKENS, VOCABULARY, Parser, main_guard
+from data import STORY_TOKENS, VOCABULARY, Parser, Problem, main_guard
 from evaluate import SCORED, write_json
 from memory import peak, random_stories
 from model import Config, StoryModel, for_writing, pack, token_log_probs
@@ -74,7 +74,7 @@ class Bench:
     def pretraining(self):
         both = optimizers(self.model, MUON, ADAM, self.precision.dtype)
         micro = torch.randint(0, VOCABULARY, (ROWS, CONTEXT + 1), device=self.device).split(MICRO)
-        return lambda: train_step(self, self.model, both, [(part, None) for part in micro]), ROWS * CONTEXT, 6
+        return lambda: train_step(self.model, both, [(part, None) for part in micro], self.precision), ROWS * CONTEXT, 6
 
     def writing(self, stories):
         writer = for_writing(Endless(Config()).to(self.device), self.precision.dtype)
@@ -110,7 +110,7 @@ class Bench:
         return work, ppo.STORIES, 0
 
     def copying(self):
-        """Bytes of the weights read for each token of a single story, as a plain copy reads them."""
+        """All weights copied once: what each token of a single story has to read at least."""
         weights = torch.cat([weight.flatten() for weight in self.model.parameters()]).to(self.precision.dtype)
         into = torch.empty_like(weights)
         return lambda: into.copy_(weights), 1, 0
@@ -145,6 +145,8 @@ def main():
         rates = [ceiling(device, precision, Config(), rows) for _ in range(args.repeats + 1)][1:]
         print(f"matrix products in {str(precision)[6:]:10} {statistics.median(rates) / 1e12:.3f} TFLOP/s")
     chosen = [name for name in figures if any(part in name for part in args.only)]
+    if not chosen:
+        raise Problem(f"no figure's name holds {' or '.join(args.only)}: {', '.join(figures)}")
     works = {name: figures[name][0]() for name in chosen}
     rates, shares = {name: [] for name in chosen}, {name: [] for name in chosen}
     after = ceiling(device, dtype, Config())

@@ -79,9 +79,10 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     parts = {"model": model, "optimizer": optimizer}
     known = file_hash(args.pairs)
-    if args.resume and run.load_state(**parts).get("pairs", known) != known:
+    if args.resume and run.load_state(**parts).get("pairs") != known:
         raise Problem(f"{args.pairs} is not the file of pairs that this run started with")
     parts["pairs"] = known
+    say(f"{len(pairs)} pairs from {args.pairs}")
     measure = functools.partial(run.report, model, parts, "step", reference)
     if not run.steps:
         measure()
@@ -98,6 +99,8 @@ def main():
             )
         if run.steps % MEASURE_STEPS == 0:
             measure()
+        elif run.due():
+            run.save_state(**parts)
     if run.steps % MEASURE_STEPS:
         measure()
     run.finish(model, "step")

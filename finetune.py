@@ -30,7 +30,7 @@ from data import (
 )
 from model import CHECKPOINTS, pack
 from pretrain import optimizers, set_rate, train_step
-from run import Run, flags
+from run import MEASURE_ASKS, Run, flags
 
 STORIES = 16  # a step
 ASKED_COUNTS = 10, 4  # what an asked word's first mention counts in the loss: copying has to be learned from few tokens
@@ -138,7 +138,7 @@ def main():
     while not run.over():
         set_rate([muon, adam], run.share())
         examples = batch([next(instructions) for _ in range(STORIES)], asked_count(run.share()), run.device)
-        loss = train_step(run, model, [muon, adam], [examples])
+        loss = train_step(model, [muon, adam], [examples], run.precision)
         run.steps += 1
         run.log({"train/loss": loss})
         progress(run.share(), 1, f"loss {loss:.3f}")
@@ -146,7 +146,8 @@ def main():
             say(f"step {run.steps}  {run.minutes:.1f} min  loss {loss:.3f}")
         if run.share() - measured > 0.1:
             measured = run.share()
-            measure(load_instructions()[:50])
+            measure(load_instructions()[:MEASURE_ASKS])
+        if run.due():
             run.save_state(**parts)
     run.save_state(**parts)
     measure(load_instructions())

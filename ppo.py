@@ -45,7 +45,7 @@ class Rollout:
     texts: list  # of the stories
     rewards: torch.Tensor  # (stories,)
     tokens: torch.Tensor  # (stories, longest)
-    mask: torch.Tensor  # (stories, longest - 1), as all below
+    mask: torch.Tensor  # (stories, longest - 1), as log_probs, reference and returns
     log_probs: torch.Tensor  # of the policy that wrote the stories: the ratio's denominator for the whole update
     reference: torch.Tensor  # log-probabilities of the frozen reference
     channels: torch.Tensor  # (stories, longest - 1, channels): what the critic reads before each token
@@ -113,7 +113,7 @@ def update(model, optimizer, batch, advantages, method, kl, precision):
 
 def policy_step(model, optimizer, batch, rows, advantages, weights, kl, precision):
     """One optimizer step on a minibatch, its gradient summed over pieces. Returns what to log, means over its tokens."""
-    tokens = batch.mask[rows].sum()
+    tokens = batch.mask[rows].sum().clamp(min=1)
     sums = {"update/loss": 0.0, "update/clip_fraction": 0.0, "update/ratio": 0.0}
     for part, counts in zip(rows.split(PIECE), weights.split(PIECE)):
         mask, advantage = batch.mask[part], advantages[part]
@@ -179,9 +179,9 @@ def token_rewards(batch, kl):
 
 
 def lambda_returns(rewards, values, mask, lam):
-    """What generalised advantage estimation adds to the value, with discount 1: Schulman et al. 2015, equation 16.
+    """The returns G of generalised advantage estimation, with discount 1: Schulman et al. 2015, equation 16.
 
-    rewards, values, mask: (stories, longest - 1). G_t = r_t + (1 - lambda) V_(t+1) + lambda G_(t+1), with V and G zero
+    rewards, values, mask: (stories, longest - 1), as what is returned. G_t = r_t + (1 - lambda) V_(t+1) + lambda G_(t+1), with V and G zero
     after a story's last token; the advantage is G_t - V_t. With lambda 1, G_t is exactly the sum of the rewards from t on.
     """
     returns, values = torch.zeros_like(rewards), values * mask
@@ -270,7 +270,7 @@ def train(run, method, kl):
         advantages, own = method.advantages(batch)
         figures = update(model, optimizer, batch, advantages, method, kl, run.precision)
         run.steps += 1
-        tokens = batch.mask.sum().item()
+        tokens = max(1, batch.mask.sum().item())
         kl_now = (kl_terms(batch.log_probs, batch.reference) * batch.mask).sum(1).mean().item()
         speed = len(asks) / (time.perf_counter() - start)
         reward, length = batch.rewards.mean().item(), tokens / len(asks)
@@ -286,6 +286,8 @@ def train(run, method, kl):
         )
         if run.steps % MEASURE_EVERY == 0:
             measure()
+        elif run.due():
+            run.save_state(**parts)
     if run.steps % MEASURE_EVERY:
         measure()
     run.finish(model, "rollout")

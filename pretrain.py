@@ -8,6 +8,7 @@ copy of the one before it whose two output matrices are zero, so the step to the
 says. Shallow layers cost little, and most of what is learned early (words, which word follows which) needs no depth.
 """
 
+import dataclasses
 import math
 import time
 
@@ -69,11 +70,10 @@ def optimizers(model, muon, adam, dtype):
     """Muon for the blocks' matrices, AdamW for the embedding and the norms. Each group keeps its rate as "peak"."""
     matrices = [weight for weight in model.blocks.parameters() if weight.dim() == 2]
     others = [weight for weight in model.parameters() if not any(weight is matrix for matrix in matrices)]
-    both = [
+    return [
         Muon([{"params": matrices, "peak": muon}], lr=muon, dtype=dtype),
         torch.optim.AdamW([{"params": others, "peak": adam}], lr=adam, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    return both
 
 
 def set_rate(optimizers, share):
@@ -89,7 +89,7 @@ def grow(model, layers):
     """The same function with more layers, each new one a copy of its predecessor that adds nothing yet."""
     old = model.state_dict()
     times = layers // model.config.layers
-    deeper = StoryModel(Config(**{**vars(model.config), "layers": layers}))
+    deeper = StoryModel(dataclasses.replace(model.config, layers=layers))
     new = deeper.state_dict()
     for key in new:
         if not key.startswith("blocks."):
@@ -143,17 +143,17 @@ class Rows:
         return torch.from_numpy(np.stack([self.row() for _ in range(rows)]).astype(np.int64))
 
 
-def train_step(run, model, both, batches):
+def train_step(model, both, batches, precision):
     """One optimizer step on the mean loss over several micro-batches of (tokens, what each counts in the loss or None).
 
     tokens: (rows, longest); counts: (rows, longest - 1), None for 1 each. Returns the loss.
     """
-    sizes = [tokens[:, 1:].numel() if counts is None else counts.sum().item() for tokens, counts in batches]
+    size = sum(tokens[:, 1:].numel() if counts is None else counts.sum().item() for tokens, counts in batches)
     total = 0.0
     for tokens, counts in batches:
-        with run.precision():
+        with precision():
             found = token_log_probs(model, tokens, counts)
-        loss = -(found if counts is None else found * counts).sum() / sum(sizes)
+        loss = -(found if counts is None else found * counts).sum() / size
         loss.backward()
         total += loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -191,7 +191,7 @@ def main():
         run.log({name: bits})
         return f"held-out {bits:.4f} bits per byte"
 
-    seen, clock, saved, measured = 0, time.monotonic(), run.minutes, run.minutes
+    seen, clock, measured = 0, time.monotonic(), run.minutes
     while not run.over():
         layers = max(number for share, number in GROWTH.items() if share <= run.share())
         if layers > model.config.layers:
@@ -199,7 +199,7 @@ def main():
             say(f"the network grows to {layers} layers")
         scale = set_rate(both, run.share())
         micro = rows.batch(ROWS).to(run.device).split(MICRO)
-        loss = train_step(run, model, both, [(part, None) for part in micro])
+        loss = train_step(model, both, [(part, None) for part in micro], run.precision)
         run.steps += 1
         seen += ROWS * CONTEXT
         run.log({"train/loss": loss, "train/rate": scale})
@@ -212,9 +212,8 @@ def main():
                 line += "  " + measure(valid[: MEASURED // 5])
                 measured = run.minutes
             say(line)
-        if run.minutes - saved > 3:
+        if run.due():
             save()
-            saved = run.minutes
     save()
     say(measure(valid, "eval/final_bits_per_byte") + f" after {run.minutes:.1f} minutes and {run.steps} steps")
     run.finish(model.bfloat16(), "step")

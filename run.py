@@ -26,6 +26,7 @@ from sample import write
 
 RUNS = Path(__file__).resolve().parent / "runs"
 MEASURE_ASKS = 50
+SAVE_AFTER = 3  # minutes
 
 
 def kind(convert, holds, wanted):
@@ -41,7 +42,11 @@ def kind(convert, holds, wanted):
 
 
 minutes = kind(float, lambda value: 0 < value < math.inf, "a number of minutes above 0")
-weight = kind(lambda text: float(text) + 0.0, lambda value: 0 <= value < math.inf, "a finite number of 0 or more")
+weight = kind(
+    lambda text: float(text) + 0.0,  # -0 becomes 0, and names the same run
+    lambda value: 0 <= value < math.inf,
+    "a finite number of 0 or more",
+)
 share = kind(lambda text: float(text) + 0.0, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 count = kind(int, lambda value: value > 0, "a whole number of 1 or more")
 name = kind(str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch, "a plain name: letters, digits, dots and dashes")
@@ -97,6 +102,7 @@ class Run:
         if args.resume:
             self._read_state(args)
         if getattr(args, "start", None):
+            # trained in place: a script that needs it as it was copies it first
             self.base, self.start_hash = models.load_checkpoint(args.start, self.device), file_hash(args.start)
             if args.overwrite and Path(args.start).resolve().is_relative_to(self.folder.resolve()):
                 raise Problem(f"--overwrite would throw {args.start} away, which --from names: use --name")
@@ -119,6 +125,7 @@ class Run:
             signal.signal(sort, self._stop)
         say(f"{label} on {self.device} in {str(dtype).removeprefix('torch.')}: Ctrl-C stops it as the end of its time does")
         self.started = time.monotonic()
+        self.saved = self.minutes
         if args.resume and self.over():
             say(f"it is complete, after {self.earlier:.1f} minutes and {self.steps} steps, which count: ask for more to go on")
 
@@ -155,7 +162,12 @@ class Run:
         return min(1.0, done)
 
     def over(self):
-        return self.stopped or self.share() >= 1
+        """Stopped, or at its end; a run whose first evaluation takes all its time still makes one step."""
+        return self.stopped or (self.steps > 0 and self.share() >= 1)
+
+    def due(self):
+        """Has the state not been saved for so long that it should be?"""
+        return self.minutes - self.saved > SAVE_AFTER
 
     def log(self, scalars):
         """Scalars to TensorBoard, under the count of steps done."""
@@ -170,6 +182,7 @@ class Run:
         clock |= {"start": os.path.relpath(start, RUNS.parent) if start else ""}
         clock |= {"torch_random": torch.get_rng_state(), "numpy_random": self.random.bit_generator.state}
         models.save({**states, "run": clock}, self.state_file)
+        self.saved = self.minutes
 
     def load_state(self, **parts):
         """The reverse, into parts that have a `load_state_dict`. Returns all that was saved."""
@@ -181,6 +194,8 @@ class Run:
 
     def report(self, model, parts, unit, reference=None):
         """Measure on held-out asks and plain stories, log and print it with the demo story, save what a resumed run needs."""
+        if self.steps:  # a second Ctrl-C while this measures must not cost the steps before it
+            self.save_state(**parts)
         figures = evaluate.measure(model, self.precision, load_instructions()[:MEASURE_ASKS], 2, evaluate.load_plain(), reference)
         story = write(models.for_writing(model, self.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
         names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}
@@ -197,8 +212,11 @@ class Run:
             models.save_checkpoint(self.folder / f"{unit}-{self.steps}.pt", model, steps=self.steps)
 
     def finish(self, model, unit):
-        """Write the final model, close the run, and say where it is."""
+        """Write the final model, close the run, and say where it is. Raises `Problem` where there was no step to make one."""
         file = self.folder / "model.pt"
+        if not self.steps:
+            self.writer.close()
+            raise Problem(f"stopped before the first {unit}: no {file} was written")
         models.save_checkpoint(file, model, steps=self.steps, minutes=self.minutes, start=self.start_hash)
         self.writer.close()
         print(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")

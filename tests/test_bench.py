@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bench
+import data
 import model as models
 import ppo
 
@@ -45,6 +46,8 @@ def test_only_the_figures_asked_for_are_taken(small, capsys):
     small(bench, "--repeats", 1, "--only", "scoring")
     printed = capsys.readouterr().out
     assert "scoring" in printed and "writing" not in printed
+    with pytest.raises(data.Problem, match="no figure's name holds scorring"):
+        small(bench, "--only", "scorring")
 
 
 def test_the_ceilings_arithmetic_is_that_of_all_matrices_that_a_token_passes(monkeypatch):

@@ -1,10 +1,11 @@
 import functools
+import signal
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from by_hand import FLOAT32
 from conftest import tiny_model
 
 import data
@@ -161,12 +162,11 @@ def test_rows_go_on_where_their_state_was_taken(monkeypatch):
 
 
 def test_micro_batches_add_up_to_the_gradient_and_loss_of_one_batch():
-    run = SimpleNamespace(precision=models.Precision(torch.device("cpu"), torch.float32))
     tokens, mask = models.pack([[1, 2], [3], [4]], [[5, END], [6, 7, 8, END], [9, 10]])
     results = []
     for batches in [(tokens, mask)], [(tokens[:2], mask[:2]), (tokens[2:], mask[2:])]:
         model = tiny_model()
-        loss = pretrain.train_step(run, model, [torch.optim.SGD(model.parameters(), lr=1.0)], batches)
+        loss = pretrain.train_step(model, [torch.optim.SGD(model.parameters(), lr=1.0)], batches, FLOAT32)
         results.append((loss, torch.cat([weight.flatten() for weight in model.parameters()])))
     with torch.no_grad():
         mean = -models.token_log_probs(tiny_model(), tokens)[mask.bool()].mean()
@@ -198,9 +198,10 @@ def pretrained(monkeypatch, *args, stop=None):
     """Run the script; stop it after so many steps, as Ctrl-C would. Returns the steps' losses."""
     losses = []
 
-    def step(run, *rest):
-        losses.append(step.real(run, *rest))
-        run.stopped = len(losses) == stop
+    def step(*args):
+        losses.append(step.real(*args))
+        if len(losses) == stop:
+            signal.raise_signal(signal.SIGINT)
         return losses[-1]
 
     with monkeypatch.context() as patch:
