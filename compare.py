@@ -176,10 +176,10 @@ def table(content):
         lines.append(f"| {method} | {seeds} | " + " | ".join(cells) + " |")
     difference = content["difference"]
     if len(difference) > 1:
-        cells = [
-            f"{each['mean']:+{style}} ({each['low']:+{style}} to {each['high']:+{style}})"
-            for each, style in ((difference[c], s) for c, s in styles.items())
-        ]
+        cells = []
+        for column, style in styles.items():
+            each = difference.get(column)  # there is none where a run has no figure, as repeats of words that no story uses
+            cells.append(f"{each['mean']:+{style}} ({each['low']:+{style}} to {each['high']:+{style}})" if each else "-")
         lines.append(f"| GRPO − PPO, paired | {difference['words_used']['seeds']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -210,6 +210,8 @@ def main():
     args = args.parse_args()
     if not args.minutes and not args.rollouts:
         args.rollouts = 32
+    if args.rollouts and args.rollouts * ppo.STORIES // STORIES_AN_ASK > (most := len(data.load_asks())):
+        raise Problem(f"--rollouts {args.rollouts}: at most {most * STORIES_AN_ASK // ppo.STORIES}, or DPO lacks asks for its pairs")
     if args.seeds > 1 and importlib.util.find_spec("scipy") is None:
         raise Problem("comparing seeds needs scipy: pip install -r requirements-extra.txt")
     flag = "rollouts" if args.rollouts else "minutes"

@@ -6,6 +6,8 @@
     python data.py mine.txt --valid held-out.txt --train-tokenizer
                                                         learn a new tokenizer first: the shipped checkpoints stop fitting
 
+In a .txt, a line <|endoftext|> stands between two stories; a line of a .jsonl is an object with a "text".
+
 Writes data/train.bin and data/valid.bin: the stories' tokens one after the other, two bytes each, every story closed
 by <|endoftext|>.
 """
@@ -18,6 +20,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -55,6 +58,7 @@ def main_guard(main):
     """Run a script's `main`; a `Problem` becomes one line on stderr."""
     try:
         main()
+        sys.stdout.flush()
     except Problem as problem:
         sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(str(problem).split())}")
     except KeyboardInterrupt:
@@ -98,6 +102,8 @@ def encoding():
     try:
         lines = TOKENIZER.read_bytes().splitlines()
         ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+        if sorted(ranks.values()) != list(range(END)):
+            raise ValueError("it is not whole")
         return tiktoken.Encoding(
             "stories", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_TEXT: END}, explicit_n_vocab=VOCABULARY
         )
@@ -271,10 +277,12 @@ def draw_asks(training, held_out, seed=1):
     """Draw asks from the word lists: one word of each kind in random order, no triple twice in any order."""
     draw = random.Random(seed)
     kinds = [read_words(kind) for kind in ("nouns", "verbs", "adjectives")]
+    if training + held_out >= math.prod(map(len, kinds)):  # all but the demo's
+        raise Problem(f"the word lists in {FOLDER} are too short for {training + held_out} asks")
     asks = {}
     while len(asks) < training + held_out:
         words = [draw.choice(kind) for kind in kinds]
-        if set(words) != set(DEMO):
+        if len(set(words)) == 3 and set(words) != set(DEMO):
             asks.setdefault(frozenset(words), tuple(draw.sample(words, 3)))
     asks = list(asks.values())
     return asks[:training], asks[training:]

@@ -206,8 +206,8 @@ def main():
         figures = measure(model, models.Precision(device, dtype), load_instructions(), args.stories, plain, against, show=name)
         rows.append({"name": name, **figures})
         say(f"{name:{width}}  {table_row(rows[-1])}")
-    if args.json:
-        write_json(args.json, {"models": [for_json(row) for row in rows]})
+        if args.json:
+            write_json(args.json, {"models": [for_json(row) for row in rows]})
 
 
 if __name__ == "__main__":

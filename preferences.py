@@ -15,7 +15,21 @@ import numpy as np
 import torch
 
 import model as models
-from data import FOLDER, STORY_TOKENS, Parser, Problem, decode, encode, instruction, load_asks, main_guard, progress, reason, say
+from data import (
+    FOLDER,
+    STORY_TOKENS,
+    Parser,
+    Problem,
+    decode,
+    encode,
+    instruction,
+    load_asks,
+    main_guard,
+    progress,
+    reason,
+    say,
+    write_whole,
+)
 from model import FINETUNED, for_writing, load_checkpoint
 from rewards import words_used
 from run import count, file_hash, whole
@@ -93,9 +107,8 @@ def main():
     elif args.out.exists() and not (args.overwrite or args.resume):
         raise Problem(f"there is {args.out} already: --resume goes on with it, --overwrite replaces it")
     try:
-        with open(args.out, "w") as file:
-            file.writelines(line + "\n" for line in lines)
-            file.flush()
+        write_whole(args.out, "".join(line + "\n" for line in lines).encode())
+        with open(args.out, "a") as file:
             for start in range(done, len(asks), ASKS_AT_ONCE):
                 group = asks[start : start + ASKS_AT_ONCE]
                 generator = torch.Generator().manual_seed(args.seed * len(every) + start)  # so that resuming changes nothing

@@ -34,6 +34,8 @@ def commands(workshop, monkeypatch):
     seen, left = [], {}
     for module in compare, dpo:
         monkeypatch.setattr(module, "FINETUNED", workshop / "checkpoints/finetuned/model.pt", raising=False)
+    asks = data.load_asks()
+    monkeypatch.setattr(data, "load_asks", lambda: asks)
     monkeypatch.setattr(data, "FOLDER", workshop)
     monkeypatch.setattr(compare, "measure", lambda path, args: seen.append(f"measure {path.parent.name}") or dict(FIGURES))
 
@@ -61,6 +63,13 @@ def commands(workshop, monkeypatch):
 
     start.seen, start.left = seen, left
     return start
+
+
+def test_a_script_that_fails_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")  # scripts run in the folder above
+    (tmp_path / "broken.py").write_text("raise SystemExit(1)")
+    with pytest.raises(data.Problem, match=r"python broken.py --kl 0 failed"):
+        compare.execute(["broken.py", "--kl", 0])
 
 
 def trained(commands):
@@ -166,6 +175,20 @@ def test_the_paired_difference_has_students_interval():
     found = compare.paired_difference([0.5, 0.7, 0.6], [0.4, 0.5, 0.3])  # 0.1, 0.2, 0.3: sd 0.1, and t is 4.3027 for two degrees
     assert found["mean"] == pytest.approx(0.2) and found["seeds"] == 3
     assert (found["low"], found["high"]) == pytest.approx((0.2 - 4.3027 * 0.1 / 3**0.5, 0.2 + 4.3027 * 0.1 / 3**0.5), abs=1e-5)
+
+
+def test_a_figure_that_one_run_lacks_leaves_its_column_without_a_difference():
+    rows = [{"method": method, "seed": seed, **FIGURES, "steps": 1, "minutes": 1.0} for method in compare.PAIRED for seed in (1, 2)]
+    rows[0]["repeats"] = None  # it used no word
+    content = {"runs": rows, **compare.summarise(rows)}
+    last = compare.table(content).splitlines()[-1].split(" | ")
+    assert last[0] == "| GRPO − PPO, paired" and last[5] == "-" and last[6] == "+0.00 (+0.00 to +0.00)"
+
+
+def test_more_rollouts_than_dpo_has_asks_for_are_refused_before_any_run(commands):
+    with pytest.raises(data.Problem, match="at most 250"):
+        commands("--rollouts", 251)
+    assert not commands.seen
 
 
 def test_the_difference_pairs_seeds_and_not_rows():

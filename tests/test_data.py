@@ -99,7 +99,10 @@ def test_a_tokenizer_trained_here_round_trips_and_its_end_is_4095(tmp_path, monk
         data.encoding.cache_clear()
 
 
-def test_a_missing_tokenizer_is_a_problem(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lines", [None, 0, 1000])
+def test_a_missing_or_cut_tokenizer_is_a_problem(tmp_path, monkeypatch, lines):
+    if lines is not None:
+        (tmp_path / "none.tiktoken").write_bytes(b"".join(data.TOKENIZER.read_bytes().splitlines(keepends=True)[:lines]))
     try:
         with monkeypatch.context() as patch:
             patch.setattr(data, "TOKENIZER", tmp_path / "none.tiktoken")
@@ -293,6 +296,12 @@ def test_drawing_takes_each_triple_once_and_never_the_demo(monkeypatch):
     for seed in range(10):
         training, held_out = data.draw_asks(2, 1, seed)
         assert len(training) == 2 and sorted(sorted(words) for words in training + held_out) == wanted
+
+
+def test_lists_that_are_too_short_for_so_many_asks_are_a_problem(monkeypatch):
+    monkeypatch.setattr(data, "read_words", lambda kind: [f"{kind}-{number}" for number in range(10)])
+    with pytest.raises(data.Problem, match="too short for 1000 asks"):
+        data.draw_asks(800, 200)
 
 
 def test_the_shipped_asks_are_those_drawn_from_the_word_lists():
