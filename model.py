@@ -39,7 +39,7 @@ class Config:
 def rotary(context, channels):
     """Cosines and sines of the rotary positions, (context, channels) each: Su et al. 2021, equation 34, theta 10,000.
 
-    Channel i turns together with channel i + channels / 2 (the half-rotation layout of Llama's published weights).
+    Channel i turns together with channel i + channels / 2 (the half-rotation layout, that of Llama at Hugging Face).
     """
     frequencies = 10_000.0 ** (-torch.arange(0, channels, 2) / channels)
     angles = torch.outer(torch.arange(context), frequencies).repeat(1, 2)
@@ -172,10 +172,10 @@ class StoryModel(nn.Module):
         if end > self.config.context:
             raise Problem(f"{end} tokens do not fit a context of {self.config.context}")
         x = self.embedding(tokens if real is None else tokens[real])
-        real = None if real is None else Real(real)
+        layout = None if real is None else Real(real)
         cos, sin = self.cos[start:end].to(x.dtype), self.sin[start:end].to(x.dtype)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
-            x = block(x, cos, sin, cache, real)
+            x = block(x, cos, sin, cache, layout)
         return self.norm(x)
 
     def logits(self, channels):

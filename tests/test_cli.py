@@ -1,5 +1,6 @@
 import argparse
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,32 @@ def complaint(said, script, *argv):
     return err
 
 
-# ---- help
+# ---- help and requirements
+
+
+@pytest.mark.parametrize(
+    ("package", "script", "argv"),
+    [
+        ("scipy", compare, []),
+        ("matplotlib", draw, ["compare.json"]),
+        ("huggingface_hub", data, []),
+        ("rustbpe", data, ["stories.txt", "--valid", "stories.txt", "--train-tokenizer"]),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(said, workshop, monkeypatch, package, script, argv):
+    monkeypatch.chdir(workshop)
+    if script is data:  # nothing is written, but should it be, then here
+        monkeypatch.setattr(data, "FOLDER", workshop)
+    (workshop / "stories.txt").write_text("One day.")
+    monkeypatch.setitem(sys.modules, package, None)
+    line = complaint(said, script, *argv)
+    assert package in line and "pip install -r requirements-extra.txt" in line
+
+
+def test_requirements_are_pinned():
+    for name in "requirements.txt", "requirements-extra.txt":
+        lines = (ROOT / name).read_text().splitlines()
+        assert lines and all(re.match(r"[\w-]+==\d", line) for line in lines)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

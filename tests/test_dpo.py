@@ -5,6 +5,7 @@ import pytest
 import torch
 from by_hand import FLOAT32, Recorder
 from conftest import tiny_model
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import data
 import dpo
@@ -107,6 +108,17 @@ def test_a_run_that_stopped_goes_on_to_the_weights_of_one_that_did_not(quick, wo
     start = models.load_checkpoint(workshop / "checkpoints/finetuned/model.pt").state_dict()
     assert any(not torch.equal(start[key], one["model"][key]) for key in start)
     assert (workshop / "checkpoints/dpo/beta-0.1/model.pt").exists()
+
+
+def test_a_run_logs_what_its_page_lists_and_is_measured_along_the_way(quick, workshop, written, monkeypatch):
+    monkeypatch.setattr(dpo, "MEASURE_STEPS", 2)
+    quick(dpo, "--pairs", written, "--steps", 3)
+    events = EventAccumulator(str(workshop / "runs/dpo/beta-0.1")).Reload()
+    names = """update/loss update/grad_norm dpo/accuracy dpo/margin dpo/chosen_log_prob dpo/rejected_log_prob speed/pairs_per_second
+        eval/words_used eval/ended eval/plain_loss eval/kl"""
+    assert sorted(events.Tags()["scalars"]) == sorted(names.split())
+    drift = events.Scalars("eval/kl")
+    assert [event.step for event in drift] == [0, 2, 3] and drift[0].value == 0
 
 
 def test_pairs_that_another_model_wrote_are_refused_before_anything_is_made(quick, workshop, written):

@@ -1,3 +1,4 @@
+import argparse
 import json
 import math
 import sys
@@ -7,6 +8,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
+import compare
 import data
 import evaluate
 import model as models
@@ -194,6 +196,25 @@ def test_the_script_writes_the_figures_of_each_model_as_json(workshop, monkeypat
     assert rows[1]["plain_bits_per_byte"] == pytest.approx(bits / 16, rel=1e-4)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["pretrained", "finetuned", "grpo-kl-0"]
+
+
+def test_the_script_and_the_comparison_measure_on_all_200_held_out_asks(workshop, monkeypatch):
+    seen = []
+
+    class Seen(Exception):
+        pass
+
+    def asks_of(model, precision, asks, *_, **__):
+        seen.append(asks)
+        raise Seen
+
+    monkeypatch.setattr(evaluate, "measure", asks_of)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--device", "cpu"])
+    with pytest.raises(Seen):
+        evaluate.main()
+    with pytest.raises(Seen):
+        compare.measure(models.FINETUNED, argparse.Namespace(stories=2))
+    assert seen == [data.load_instructions()] * 2 and len(seen[0]) == 200
 
 
 def test_the_script_wants_a_checkpoint_and_a_story(workshop, monkeypatch):

@@ -1,5 +1,4 @@
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -139,6 +138,13 @@ def test_tied_stories_alone_make_no_step_without_a_kl_term(moved):
     assert moved_by(model, batch, advantages * 0, 0.3, optimizer) > 0
 
 
+def test_a_minibatch_of_tied_stories_is_skipped_beside_one_that_is_not(tiny, staged, monkeypatch):
+    batch, optimizer = staged(tiny, tiny, [1 / 3] * 16 + [0.0, 1.0] * 8), Recorder(tiny)
+    monkeypatch.setattr(torch, "randperm", torch.arange)
+    ppo.update(tiny, optimizer, batch, grpo.GRPO().advantages(batch)[0], grpo.GRPO(), 0.0, FLOAT32)
+    assert len(optimizer.gradients) == 2  # one a pass, not two
+
+
 def test_an_update_of_tied_groups_alone_logs_nothing_of_a_policy_step(moved):
     model, batch, advantages = moved
     assert ppo.update(model, Recorder(model), batch, advantages * 0, grpo.GRPO(), 0.0, FLOAT32) == {}
@@ -157,7 +163,3 @@ def test_a_run_of_ties_without_a_kl_term_leaves_the_weights_as_they_were(quick, 
         torch.load(workshop / "checkpoints" / name / "model.pt", weights_only=True)["model"] for name in ("finetuned", "grpo/kl-0")
     )
     assert all(torch.equal(start[key], end[key]) for key in start)
-
-
-def test_both_methods_write_as_many_stories_a_rollout():
-    assert grpo.PROMPTS * grpo.GROUP == ppo.STORIES == 128 and math.isclose(ppo.CLIP, 0.2) and ppo.EPOCHS == 2

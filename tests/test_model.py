@@ -235,6 +235,27 @@ def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch):
     assert models.pick_device("cpu") == (torch.device("cpu"), torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("cuda", "mps", "wanted"),
+    [(True, True, ("cuda", torch.bfloat16)), (False, True, ("mps", torch.float32)), (False, False, ("cpu", torch.float32))],
+)
+def test_cuda_comes_before_mps_and_mps_before_the_cpu(monkeypatch, cuda, mps, wanted):
+    monkeypatch.delenv("STORY_FLOAT32", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    device, dtype = models.pick_device()
+    assert (device.type, dtype) == wanted
+
+
+def test_the_allocator_is_left_alone_where_it_is_not_glibcs(monkeypatch):
+    monkeypatch.setattr(models.platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(models.ctypes, "CDLL", lambda *_: pytest.fail("touched"))
+    models.keep_freed_memory()
+
+
 # ---- checkpoints
 
 

@@ -1,7 +1,5 @@
 import gc
 import math
-import resource
-import sys
 import weakref
 
 import numpy as np
@@ -16,6 +14,7 @@ import grpo
 import model as models
 import ppo
 import rewards
+import run as runs
 import sample
 
 THIRDS = [0.0, 1 / 3, 2 / 3, 1.0]
@@ -77,15 +76,17 @@ def test_log_probs_of_a_rollout_are_those_of_a_full_forward_for_each_story_alone
 def test_log_probs_written_down_while_sampling_are_those_of_the_rollout(tiny, monkeypatch):
     written, choose = [], sample.choose
 
-    def listening(logits, *rest):
-        chosen = choose(logits, *rest)
+    def listening(logits, uniforms, *rest):
+        chosen = choose(logits, uniforms, *rest)
+        assert torch.equal(chosen, choose(logits, uniforms))  # at temperature 1, with no top-k
         written.append(logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0])
         return chosen
 
     monkeypatch.setattr(sample, "choose", listening)
     monkeypatch.setattr(ppo, "STORY_TOKENS", 12)
+    reference = tiny_model(1)
     torch.manual_seed(1)
-    batch = ppo.rollout(tiny, tiny, [data.load_asks()[0]] * 6, FLOAT32)
+    batch = ppo.rollout(tiny, reference, [data.load_asks()[0]] * 6, FLOAT32)
     assert batch.mask.sum(1).tolist() == [12] * 6  # none ended, so no row was dropped: step by step, row by row
     torch.testing.assert_close(batch.log_probs[batch.mask.bool()].view(6, 12), torch.stack(written, 1), atol=1e-5, rtol=0)
 
@@ -184,18 +185,43 @@ def test_the_ratio_is_taken_against_the_policy_that_wrote_the_rollout_in_both_pa
         torch.testing.assert_close(ratio, (found - old[rows]).exp().detach())
 
 
-def test_the_kl_term_is_that_of_the_reference_over_the_policy():
-    half, quarter = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
-    assert evaluate.kl_terms(half, quarter).item() == pytest.approx(0.5 + math.log(2) - 1)  # r = log(1/2)
-    assert evaluate.kl_terms(quarter, half).item() == pytest.approx(2 - math.log(2) - 1)
-
-
 def test_the_kl_is_never_negative_at_any_token_and_zero_where_nothing_moved(tiny, staged):
     batch = staged(tiny, tiny, MIXED)
     assert not evaluate.kl_terms(batch.log_probs, batch.reference).any()
     for size in 1e-6, 1e-4, 1e-2, 1.0:
         noise = size * torch.randn(100_000, generator=torch.Generator().manual_seed(1))
         assert evaluate.kl_terms(torch.zeros(100_000), noise).min() >= 0, f"at log ratios around {size}"
+
+
+def test_an_update_reads_every_story_once_a_pass_in_shuffled_minibatches_of_16(tiny, staged, monkeypatch):
+    batch, seen = staged(tiny, tiny, MIXED * 4), []
+    monkeypatch.setattr(ppo, "policy_step", lambda model, optimizer, batch, rows, *_: seen.append(rows.tolist()) or {"x": 0.0})
+    ppo.update(tiny, None, batch, batch.mask, grpo.GRPO(), 0.05, FLOAT32)
+    assert [len(rows) for rows in seen] == [16] * 8
+    one, other = sum(seen[:4], []), sum(seen[4:], [])
+    assert sorted(one) == sorted(other) == list(range(64)) and one != other and list(range(64)) not in (one, other)
+
+
+@pytest.mark.parametrize("stories", [[[], [5, data.END]], [[], []]])
+def test_a_story_without_a_token_makes_no_figure_nan(tiny, staged, stories):
+    batch = staged(tiny, tiny, [0.0, 1.0], stories)
+    judged = ppo.PPO(tiny)
+    judged.advantages(batch)
+    for method in judged, grpo.GRPO():
+        figures = ppo.update(tiny, Recorder(tiny), batch, batch.mask, method, 0.05, FLOAT32)
+        assert figures and all(math.isfinite(value) for value in figures.values())
+
+
+@pytest.mark.parametrize("method", [ppo.PPO, lambda _: grpo.GRPO()])
+def test_in_bfloat16_all_that_is_compared_is_float32_and_ratios_start_near_one(tiny, ratios, monkeypatch, method):
+    rough, method = models.Precision(torch.device("cpu"), torch.bfloat16), method(tiny)
+    monkeypatch.setattr(ppo, "STORY_TOKENS", 12)
+    monkeypatch.setattr(ppo, "words_used", lambda text, _: len(text) % 4 / 3)
+    batch = ppo.rollout(tiny, tiny_model(1), data.load_asks()[:16], rough)
+    advantages, _ = method.advantages(batch)
+    ppo.update(tiny, torch.optim.AdamW(tiny.parameters(), lr=0.0), batch, advantages, method, 0.05, rough)
+    assert {each.dtype for each in (batch.log_probs, batch.reference, batch.channels, advantages, *tiny.parameters())} == {torch.float32}
+    assert len(ratios) == 4 and all((piece - 1).abs().mean() < 0.01 for piece in ratios)
 
 
 def test_a_reference_that_is_far_away_gives_no_overflow(tiny, staged):
@@ -219,6 +245,7 @@ def check_gradient(staged, monkeypatch, method, piece, tolerance):
     monkeypatch.setattr(ppo, "PIECE", piece)
     figures = ppo.update(model, optimizer, batch, advantages, method, 0.3, FLOAT32)
     loss, norm, gradients = plain_loss(model, batch, range(16), advantages, 0.3, isinstance(method, grpo.GRPO))
+    assert norm > 1  # so the gradient is clipped, once, as a whole
     assert (figures["update/loss"], figures["update/grad_norm"]) == pytest.approx((loss, norm), rel=tolerance, abs=tolerance)
     assert len(optimizer.gradients) == 2
     for step in optimizer.gradients:
@@ -244,20 +271,6 @@ def test_ppo_takes_the_mean_over_all_story_tokens_and_none_of_the_padding():
     mask = torch.tensor([[0.0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]])
     assert torch.equal(ppo.PPO(tiny_model()).weights(mask), mask / 4)
     assert torch.equal(ppo.PPO(tiny_model()).weights(mask * 0), mask * 0)  # no token at all: zeros, not NaN
-
-
-def test_advantages_are_those_of_generalised_advantage_estimation_with_lambda_one(tiny, staged):
-    batch, method = staged(tiny, tiny, MIXED[:8]), ppo.PPO(tiny)
-    torch.nn.init.normal_(method.critic.linear.weight)
-    found, _ = method.advantages(batch)
-    for row in range(8):
-        places = batch.mask[row].nonzero().flatten().tolist()
-        values = [(batch.channels[row, place] @ method.critic.linear.weight[0]).item() for place in places] + [0.0]  # 0 after the last
-        gains = [0.0] * (len(places) - 1) + [batch.rewards[row].item()]  # the reward belongs to the last real token
-        steps = [gain + values[number + 1] - values[number] for number, gain in enumerate(gains)]
-        for number, place in enumerate(places):
-            assert found[row, place].item() == pytest.approx(sum(steps[number:]), abs=1e-5)
-    assert not found[batch.mask == 0].any()
 
 
 def test_the_critic_starts_at_zero_learns_and_explains_more_and_more(monkeypatch):
@@ -372,6 +385,65 @@ def test_drift_is_summed_over_a_storys_tokens_and_averaged_over_stories(quick, l
     assert logged["rollout/kl", 1] == pytest.approx(1.5 * (1 - math.log(2)), rel=1e-4)
 
 
+def test_the_speed_counts_writing_and_update(quick, logged, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(ppo.time, "perf_counter", lambda: now[0])
+
+    def taking(seconds, made):
+        def work(*args):
+            now[0] += seconds
+            return made(*args)
+
+        return work
+
+    monkeypatch.setattr(ppo, "rollout", taking(2, ppo.rollout))
+    monkeypatch.setattr(ppo, "update", taking(3, ppo.update))
+    quick(ppo, "--rollouts", 1)
+    assert logged["speed/stories_per_second", 1] == 16 / 5
+
+
+def test_an_evaluation_is_of_the_policy_on_held_out_asks_with_each_figure_under_its_name(quick, logged, monkeypatch):
+    seen, trained, made = [], [], ppo.rollout
+    told = {"words_used": 0.1, "ended": 0.2, "plain_bits_per_byte": 0.3, "kl": None}
+    monkeypatch.setattr(evaluate, "measure", lambda model, precision, asks, *rest: seen.append((model, asks)) or told)
+    monkeypatch.setattr(ppo, "rollout", lambda model, *rest: trained.append(model) or made(model, *rest))
+    quick(grpo, "--rollouts", 1)
+    assert len(seen) == 2 and all(model is trained[0] and asks == data.load_instructions()[:2] for model, asks in seen)
+    assert [logged[f"eval/{name}", 0] for name in ("words_used", "ended", "plain_loss")] == [0.1, 0.2, 0.3]
+
+
+def test_the_demo_story_is_120_tokens_on_the_demo_words_and_leaves_the_random_numbers_of_training_alone(quick, monkeypatch):
+    seen = []
+
+    def listening(model, words, longest, **rest):
+        before = torch.get_rng_state()
+        text = sample.write(model, words, longest, **rest)
+        seen.append((words, longest, torch.equal(before, torch.get_rng_state())))
+        return text
+
+    monkeypatch.setattr(runs, "write", listening)
+    quick(grpo, "--rollouts", 1)
+    assert seen == [(("rain", "cake", "jump"), 120, True)] * 2
+
+
+def test_each_rollout_asks_for_other_things():
+    for method in ppo.PPO(tiny_model()), grpo.GRPO():
+        random = np.random.default_rng(1)
+        assert method.ask(random) != method.ask(random)
+
+
+def test_the_numbers_are_those_of_the_docs():
+    assert (ppo.STORIES, grpo.PROMPTS, grpo.GROUP, data.STORY_TOKENS) == (128, 16, 8, 200) and data.DEMO == ("rain", "cake", "jump")
+    assert (ppo.CLIP, ppo.EPOCHS, ppo.MINIBATCH, ppo.MEASURE_EVERY, runs.MEASURE_ASKS) == (0.2, 2, 16, 10, 50)
+
+
+def test_the_optimizers_of_a_run_decay_no_weight_and_have_the_rates_of_the_docs(quick, workshop):
+    quick(ppo, "--rollouts", 1)
+    state = models.read(workshop / "checkpoints/ppo/kl-0.05/state.pt")
+    groups = state["optimizer"]["param_groups"] + state["method"]["optimizer"]["param_groups"]
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(5e-5, 0), (1e-4, 0), (0.1, 0)]
+
+
 def test_no_rollout_outlives_the_next_one(quick, monkeypatch):
     born, alive = [], []
 
@@ -388,18 +460,20 @@ def test_no_rollout_outlives_the_next_one(quick, monkeypatch):
 
 
 def test_memory_stays_flat_over_two_hundred_rollouts(quick, monkeypatch):
-    peaks, measure = [], lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1)  # KiB
+    held = []  # bytes of all tensors that are still there
 
     def counting(*args, made=ppo.rollout):
-        peaks.append(measure())
+        if len(held) in (60, 199):
+            gc.collect()
+        held.append(sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor) if len(held) in (60, 199) else 0)
         return made(*args)
 
     monkeypatch.setattr(ppo, "rollout", counting)
     monkeypatch.setattr(ppo, "STORY_TOKENS", 6)
     monkeypatch.setattr(ppo, "MEASURE_EVERY", 50)
     quick(grpo, "--rollouts", 200)
-    assert len(peaks) == 200
-    assert peaks[-1] - peaks[60] < 3 * 1024  # keeping every rollout would add 12 MiB
+    assert len(held) == 200
+    assert abs(held[199] - held[60]) < 2**18  # keeping every rollout would add 5 MiB or more
 
 
 def test_the_rollouts_page_shows_eight_stories_with_what_they_earned(tiny, staged):

@@ -109,7 +109,7 @@ def test_a_batch_writes_what_each_prompt_would_alone(ending, monkeypatch):
 
 
 @torch.no_grad()
-def test_log_probs_while_writing_equal_those_recomputed(ending):
+def test_a_story_read_token_by_token_from_a_cache_scores_as_in_one_forward(ending):
     stories = sample.generate(ending, PROMPTS, 30, generator=seeded())
     tokens, mask = pack(PROMPTS, stories)
     recomputed = token_log_probs(ending, tokens, mask)
