@@ -273,9 +273,10 @@ def test_ppo_takes_the_mean_over_all_story_tokens_and_none_of_the_padding():
     assert torch.equal(ppo.PPO(tiny_model()).weights(mask * 0), mask * 0)  # no token at all: zeros, not NaN
 
 
-def test_the_critic_starts_at_zero_learns_and_explains_more_and_more(monkeypatch):
-    monkeypatch.setattr(ppo, "CRITIC_RATE", 1e-3)
-    monkeypatch.setattr(ppo, "CRITIC_BIAS_RATE", 1e-2)
+@pytest.mark.parametrize(("rate", "bias_rate", "explains"), [(1e-3, 1e-2, 0.95), (ppo.CRITIC_RATE, ppo.CRITIC_BIAS_RATE, 0.2)])
+def test_the_critic_starts_at_zero_learns_and_explains_more_and_more(monkeypatch, rate, bias_rate, explains):
+    monkeypatch.setattr(ppo, "CRITIC_RATE", rate)
+    monkeypatch.setattr(ppo, "CRITIC_BIAS_RATE", bias_rate)
     torch.manual_seed(0)
     story = torch.randn(64, 1, 16)
     channels = story.expand(64, 5, 16).clone()
@@ -287,10 +288,11 @@ def test_the_critic_starts_at_zero_learns_and_explains_more_and_more(monkeypatch
         explained.append(method.advantages(batch)[1]["critic/explained_variance"])
         for rows in torch.arange(64).repeat(50).split(16):
             method.learn(batch, rows)
-    assert explained[0] == pytest.approx(0, abs=1e-6) and explained == sorted(explained) and explained[-1] > 0.95
+    assert explained[0] == pytest.approx(0, abs=1e-6) and explained == sorted(explained) and explained[-1] > explains
     weight, bias = method.critic.linear.weight[0], method.critic.linear.bias.item()
-    assert weight[0].item() == pytest.approx(0.3, abs=0.05) and bias == pytest.approx(0.5, abs=0.1)
-    assert weight[1:].abs().max() < 0.05
+    assert bias == pytest.approx(0.5, abs=0.1)
+    if explains > 0.9:  # it is done
+        assert weight[0].item() == pytest.approx(0.3, abs=0.05) and weight[1:].abs().max() < 0.05
 
 
 def test_the_critics_gradient_does_not_reach_the_policy(tiny, staged):
