@@ -72,9 +72,9 @@ def test_every_measured_figure_is_in_the_results(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_few_figures_would_be_found_by_chance(page):
+def test_a_wrong_figure_would_be_found_by_chance_in_a_quarter_of_all_cases_at_most(page):
     pool = pool_of(page)
-    assert sum(stands_in(f"{number / 10}%", pool) for number in range(1000)) < 200
+    assert sum(stands_in(f"{number / 10}%", pool) for number in range(1000)) <= 250
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
