@@ -84,7 +84,7 @@ def main():
     parts["pairs"] = known
     say(f"{len(pairs)} pairs from {args.pairs}")
     measure = functools.partial(run.report, model, parts, "step", reference)
-    if not run.steps:
+    if run.steps % MEASURE_STEPS == 0 and not run.measured("step"):
         measure()
     while not run.over():
         start = time.perf_counter()
@@ -101,7 +101,7 @@ def main():
             measure()
         elif run.due():
             run.save_state(**parts)
-    if run.steps % MEASURE_STEPS:
+    if run.steps and not run.measured("step"):
         measure()
     run.finish(model, "step")
 

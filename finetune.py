@@ -144,13 +144,14 @@ def main():
         progress(run.share(), 1, f"loss {loss:.3f}")
         if run.steps % 20 == 0:
             say(f"step {run.steps}  {run.minutes:.1f} min  loss {loss:.3f}")
+        if run.due():
+            run.save_state(**parts)
         if run.share() - measured > 0.1:
             measured = run.share()
             measure(load_instructions()[:MEASURE_ASKS])
-        if run.due():
-            run.save_state(**parts)
-    run.save_state(**parts)
-    measure(load_instructions())
+    if run.steps:
+        run.save_state(**parts)
+        measure(load_instructions())
     run.finish(model.bfloat16(), "step")
 
 

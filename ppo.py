@@ -261,7 +261,7 @@ def train(run, method, kl):
     if run.args.resume:
         run.load_state(**parts)
     measure = functools.partial(run.report, model, parts, "rollout")
-    if not run.steps:
+    if run.steps % MEASURE_EVERY == 0 and not run.measured("rollout"):
         measure()
     while not run.over():
         start = time.perf_counter()
@@ -270,13 +270,15 @@ def train(run, method, kl):
         advantages, own = method.advantages(batch)
         figures = update(model, optimizer, batch, advantages, method, kl, run.precision)
         run.steps += 1
-        tokens = max(1, batch.mask.sum().item())
+        tokens = batch.mask.sum().item()
         kl_now = (kl_terms(batch.log_probs, batch.reference) * batch.mask).sum(1).mean().item()
         speed = len(asks) / (time.perf_counter() - start)
         reward, length = batch.rewards.mean().item(), tokens / len(asks)
         run.log({**figures, **own, "rollout/reward": reward, "rollout/kl": kl_now, "rollout/ended": batch.ended})
         # the mean of -log p over tokens drawn from p is an estimate of p's entropy
-        run.log({"rollout/length": length, "rollout/entropy": -batch.log_probs.sum().item() / tokens, "speed/stories_per_second": speed})
+        run.log(
+            {"rollout/length": length, "rollout/entropy": -batch.log_probs.sum().item() / max(1, tokens), "speed/stories_per_second": speed}
+        )
         run.writer.add_text("rollout/group", as_text(group_text(asks, batch, advantages)), run.steps)
         tied = f"  tied {own['rollout/tied_groups']}" if "rollout/tied_groups" in own else ""
         print(
@@ -288,7 +290,7 @@ def train(run, method, kl):
             measure()
         elif run.due():
             run.save_state(**parts)
-    if run.steps % MEASURE_EVERY:
+    if run.steps and not run.measured("rollout"):
         measure()
     run.finish(model, "rollout")
 

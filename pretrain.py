@@ -204,6 +204,8 @@ def main():
         seen += ROWS * CONTEXT
         run.log({"train/loss": loss, "train/rate": scale})
         progress(run.share(), 1, f"loss {loss:.3f}")
+        if run.due():
+            save()
         if run.steps % 20 == 0:
             rate = seen / (time.monotonic() - clock)
             line = f"step {run.steps}  {run.minutes:.1f} min  loss {loss:.3f}  {rate:,.0f} tokens/s"
@@ -212,10 +214,9 @@ def main():
                 line += "  " + measure(valid[: MEASURED // 5])
                 measured = run.minutes
             say(line)
-        if run.due():
-            save()
-    save()
-    say(measure(valid, "eval/final_bits_per_byte") + f" after {run.minutes:.1f} minutes and {run.steps} steps")
+    if run.steps:
+        save()
+        say(measure(valid, "eval/final_bits_per_byte") + f" after {run.minutes:.1f} minutes and {run.steps} steps")
     run.finish(model.bfloat16(), "step")
 
 

@@ -211,12 +211,16 @@ class Run:
         if self.steps:
             models.save_checkpoint(self.folder / f"{unit}-{self.steps}.pt", model, steps=self.steps)
 
+    def measured(self, unit):
+        """Has `report` been done at this step?"""
+        return (self.folder / f"{unit}-{self.steps}.pt").exists()
+
     def finish(self, model, unit):
         """Write the final model, close the run, and say where it is. Raises `Problem` where there was no step to make one."""
         file = self.folder / "model.pt"
         if not self.steps:
             self.writer.close()
-            raise Problem(f"stopped before the first {unit}: no {file} was written")
+            raise Problem(f"stopped before the first {unit}: no model was written" + "; the old one is still there" * file.exists())
         models.save_checkpoint(file, model, steps=self.steps, minutes=self.minutes, start=self.start_hash)
         self.writer.close()
         print(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")

@@ -171,6 +171,25 @@ def test_a_run_whose_evaluation_takes_all_its_time_still_makes_one_rollout(quick
     assert state(workshop, "ppo/kl-0.05")["run"]["steps"] == 1
 
 
+def test_an_evaluation_that_was_broken_off_is_made_up_for_when_the_run_goes_on(quick, workshop, monkeypatch):
+    monkeypatch.setattr(ppo, "MEASURE_EVERY", 2)
+    calls = []
+
+    def breaking(*args, made=evaluate.measure):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return made(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "measure", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            quick(grpo, "--rollouts", 3)
+    quick(grpo, "--rollouts", 3, "--resume")
+    events = EventAccumulator(str(workshop / "runs/grpo/kl-0.05")).Reload()
+    assert [event.step for event in events.Scalars("eval/words_used")] == [0, 2, 3]
+
+
 @pytest.mark.parametrize("at", ["rollout", "measure"])
 def test_what_was_learned_is_saved_before_an_evaluation_and_every_few_minutes(quick, workshop, monkeypatch, at):
     monkeypatch.setattr(runs, "SAVE_AFTER", -1 if at == "rollout" else 100)
