@@ -139,14 +139,14 @@ def main():
         "rollout, GRPO": (lambda: bench.rollout(shipped, grpo.GRPO()), "stories/s"),
         "rollout, PPO": (lambda: bench.rollout(shipped, ppo.PPO(shipped)), "stories/s"),
     }
+    chosen = [name for name in figures if any(part in name for part in args.only)]
+    if not chosen:
+        raise Problem(f"no figure's name holds {' or '.join(args.only)}: {', '.join(figures)}")
     print(f"{device}, {dtype}, {torch.get_num_threads()} threads, {bench.parameters / 1e6:.1f}M parameters")
     for precision in torch.float32, torch.bfloat16:
         rows = 2048 if precision == dtype else 64  # the other one may be emulated, and take minutes
         rates = [ceiling(device, precision, Config(), rows) for _ in range(args.repeats + 1)][1:]
         print(f"matrix products in {str(precision)[6:]:10} {statistics.median(rates) / 1e12:.3f} TFLOP/s")
-    chosen = [name for name in figures if any(part in name for part in args.only)]
-    if not chosen:
-        raise Problem(f"no figure's name holds {' or '.join(args.only)}: {', '.join(figures)}")
     works = {name: figures[name][0]() for name in chosen}
     rates, shares = {name: [] for name in chosen}, {name: [] for name in chosen}
     after = ceiling(device, dtype, Config())

@@ -241,7 +241,8 @@ def main():
                 add(method, seed, model, *done_by(model))
     except KeyboardInterrupt:
         raise Problem("stopped: the same command goes on from here") from None
-    content["runs"] = list(rows.values())  # for the tables; the file keeps those of more seeds too
+    order = ["finetuned", *METHODS]  # of the tables; the file keeps runs as they came, and those of more seeds
+    content["runs"] = sorted(rows.values(), key=lambda row: (order.index(row["method"]), row["seed"]))
     names = [row["method"] + f"-seed-{row['seed']}" * (row["seed"] > 1) for row in content["runs"]]
     width = max(map(len, names))
     say(f"{'':{width}}  {evaluate.HEADING}")

@@ -20,7 +20,6 @@ import gzip
 import hashlib
 import itertools
 import json
-import math
 import os
 import random
 import sys
@@ -277,13 +276,15 @@ def draw_asks(training, held_out, seed=1):
     """Draw asks from the word lists: one word of each kind in random order, no triple twice in any order."""
     draw = random.Random(seed)
     kinds = [read_words(kind) for kind in ("nouns", "verbs", "adjectives")]
-    if training + held_out >= math.prod(map(len, kinds)):  # all but the demo's
-        raise Problem(f"the word lists in {FOLDER} are too short for {training + held_out} asks")
-    asks = {}
-    while len(asks) < training + held_out:
+    wanted, asks = training + held_out, {}
+    for _ in range(100 * wanted):
         words = [draw.choice(kind) for kind in kinds]
         if len(set(words)) == 3 and set(words) != set(DEMO):
             asks.setdefault(frozenset(words), tuple(draw.sample(words, 3)))
+        if len(asks) == wanted:
+            break
+    else:
+        raise Problem(f"the word lists in {FOLDER} are too short for {wanted} asks")
     asks = list(asks.values())
     return asks[:training], asks[training:]
 
