@@ -181,8 +181,9 @@ def token_rewards(batch, kl):
 def lambda_returns(rewards, values, mask, lam):
     """The returns G of generalised advantage estimation, with discount 1: Schulman et al. 2015, equation 16.
 
-    rewards, values, mask: (stories, longest - 1), as what is returned. G_t = r_t + (1 - lambda) V_(t+1) + lambda G_(t+1), with V and G zero
-    after a story's last token; the advantage is G_t - V_t. With lambda 1, G_t is exactly the sum of the rewards from t on.
+    rewards, values, mask, and what is returned: (stories, longest - 1). G_t = r_t + (1 - lambda) V_(t+1) + lambda G_(t+1),
+    with V and G zero after a story's last token; the advantage is G_t - V_t. With lambda 1, G_t is exactly the sum of the
+    rewards from t on.
     """
     returns, values = torch.zeros_like(rewards), values * mask
     following = value = torch.zeros_like(rewards[:, 0])  # G and V of the token after
@@ -275,10 +276,8 @@ def train(run, method, kl):
         speed = len(asks) / (time.perf_counter() - start)
         reward, length = batch.rewards.mean().item(), tokens / len(asks)
         run.log({**figures, **own, "rollout/reward": reward, "rollout/kl": kl_now, "rollout/ended": batch.ended})
-        # the mean of -log p over tokens drawn from p is an estimate of p's entropy
-        run.log(
-            {"rollout/length": length, "rollout/entropy": -batch.log_probs.sum().item() / max(1, tokens), "speed/stories_per_second": speed}
-        )
+        entropy = -batch.log_probs.sum().item() / max(1, tokens)  # the mean of -log p over tokens drawn from p estimates it
+        run.log({"rollout/length": length, "rollout/entropy": entropy, "speed/stories_per_second": speed})
         run.writer.add_text("rollout/group", as_text(group_text(asks, batch, advantages)), run.steps)
         tied = f"  tied {own['rollout/tied_groups']}" if "rollout/tied_groups" in own else ""
         print(
