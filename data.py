@@ -141,17 +141,25 @@ def train_tokenizer(stories):
     encoding.cache_clear()
 
 
-def write_whole(path, content):
-    """Write bytes to a file that is either the old one or the new one, never a part."""
+@contextlib.contextmanager
+def replacing(path, errors=OSError, note=""):
+    """A path to write to instead, whose file takes this one's place once it is whole. An error in `errors` is a `Problem`."""
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
+        yield part
         os.replace(part, path)
-    except OSError as error:
+    except errors as error:
+        raise Problem(f"cannot write {path}: {reason(error)}{note}") from None
+    finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        raise Problem(f"cannot write {path}: {reason(error)}") from None
+
+
+def write_whole(path, content):
+    """Write bytes to a file that is either the old one or the new one, never a part."""
+    with replacing(path) as part:
+        part.write_bytes(content)
 
 
 # ---- reading stories
@@ -215,11 +223,9 @@ def _read_jsonl(file, path):
 
 def write_tokens(stories, path):
     """Encode an iterable of texts into a file of uint16, each closed by `END`. Returns (stories, tokens, bytes)."""
-    part = path.with_name(path.name + ".part")
     stories, counts = iter(stories), [0, 0, 0]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
+        with replacing(path) as part, open(part, "wb") as file:
             while batch := list(itertools.islice(stories, 1000)):
                 for tokens in encoding().encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1):
                     file.write(np.array([*tokens, END], dtype=np.uint16).tobytes())
@@ -228,14 +234,9 @@ def write_tokens(stories, path):
                 counts[2] += sum(len(text.encode(errors="replace")) for text in batch)  # half a surrogate pair has no bytes
                 if sys.stderr.isatty():
                     print(f"\r{path.name}: {counts[0]:,} stories, {counts[1]:,} tokens", end="", file=sys.stderr)
-        if not counts[0]:
-            raise Problem(f"no stories for {path.name}")
-        os.replace(part, path)
-    except OSError as error:
-        raise Problem(f"cannot write {path}: {reason(error)}") from None
+            if not counts[0]:
+                raise Problem(f"no stories for {path.name}")
     finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
         if sys.stderr.isatty():
             print(file=sys.stderr)
     return counts

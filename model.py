@@ -6,7 +6,6 @@ Llama's, so the weights can be carried over to other engines one for one.
     python model.py                     print the parameters of a model, part by part
 """
 
-import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data import TOKENIZER, VOCABULARY, Parser, Problem, main_guard, reason, tokenizer_hash
+from data import TOKENIZER, VOCABULARY, Parser, Problem, main_guard, replacing, tokenizer_hash
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 FINETUNED = CHECKPOINTS / "finetuned" / "model.pt"
@@ -293,16 +292,8 @@ def save_checkpoint(path, model, **extra):
 
 def save(content, path):
     """`torch.save` to a temporary file that then takes the path's place. Raises `Problem` where it cannot."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(Path(path), (OSError, RuntimeError), "; the file before it is as it was") as part:
         torch.save(content, part)
-        os.replace(part, path)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise Problem(f"cannot write {path}: {reason(error)}; the file before it is as it was") from None
 
 
 def read(path):
