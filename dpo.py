@@ -8,7 +8,6 @@ frozen reference. Each step makes that of the chosen stories larger than that of
 """
 
 import copy
-import functools
 import math
 import time
 from pathlib import Path
@@ -83,27 +82,16 @@ def main():
         raise Problem(f"{args.pairs} is not the file of pairs that this run started with")
     parts["pairs"] = known
     say(f"{len(pairs)} pairs from {args.pairs}")
-    measure = functools.partial(run.report, model, parts, "step", reference)
-    if run.steps % MEASURE_STEPS == 0 and not run.measured("step"):
-        measure()
-    while not run.over():
+    for number in run.loop(model, parts, "step", MEASURE_STEPS, reference):
         start = time.perf_counter()
         rows = run.random.choice(len(pairs), min(MINIBATCH, len(pairs)), replace=False)
         figures = step(model, reference, optimizer, [pairs[row] for row in rows], args.beta, run.precision)
-        run.steps += 1
         run.log({**figures, "speed/pairs_per_second": len(rows) / (time.perf_counter() - start)})
-        if run.steps % 10 == 0:
+        if number % 10 == 0:
             say(
-                f"step {run.steps}  {run.minutes:.1f} min  loss {figures['update/loss']:.3f}  "
+                f"step {number}  {run.minutes:.1f} min  loss {figures['update/loss']:.3f}  "
                 f"accuracy {figures['dpo/accuracy']:.0%}  margin {figures['dpo/margin']:.2f}"
             )
-        if run.steps % MEASURE_STEPS == 0:
-            measure()
-        elif run.due():
-            run.save_state(**parts)
-    if run.steps and not run.measured("step"):
-        measure()
-    run.finish(model, "step")
 
 
 if __name__ == "__main__":

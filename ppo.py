@@ -11,7 +11,6 @@ of these three are a flag away: --critic model, --lam 0.95, --kl-in reward.
 
 import copy
 import dataclasses
-import functools
 import math
 import time
 
@@ -261,16 +260,12 @@ def train(run, method, kl):
     parts = {"model": model, "optimizer": optimizer, "method": method}
     if run.args.resume:
         run.load_state(**parts)
-    measure = functools.partial(run.report, model, parts, "rollout")
-    if run.steps % MEASURE_EVERY == 0 and not run.measured("rollout"):
-        measure()
-    while not run.over():
+    for number in run.loop(model, parts, "rollout", MEASURE_EVERY):
         start = time.perf_counter()
         asks = method.ask(run.random)
         batch = rollout(model, reference, asks, run.precision)
         advantages, own = method.advantages(batch)
         figures = update(model, optimizer, batch, advantages, method, kl, run.precision)
-        run.steps += 1
         tokens = batch.mask.sum().item()
         kl_now = (kl_terms(batch.log_probs, batch.reference) * batch.mask).sum(1).mean().item()
         speed = len(asks) / (time.perf_counter() - start)
@@ -278,20 +273,13 @@ def train(run, method, kl):
         run.log({**figures, **own, "rollout/reward": reward, "rollout/kl": kl_now, "rollout/ended": batch.ended})
         entropy = -batch.log_probs.sum().item() / max(1, tokens)  # the mean of -log p over tokens drawn from p estimates it
         run.log({"rollout/length": length, "rollout/entropy": entropy, "speed/stories_per_second": speed})
-        run.writer.add_text("rollout/group", as_text(group_text(asks, batch, advantages)), run.steps)
+        run.writer.add_text("rollout/group", as_text(group_text(asks, batch, advantages)), number)
         tied = f"  tied {own['rollout/tied_groups']}" if "rollout/tied_groups" in own else ""
         print(
-            f"rollout {run.steps}  {run.minutes:.1f} min  reward {reward:.3f}  KL {kl_now:.2f}{tied}  "
+            f"rollout {number}  {run.minutes:.1f} min  reward {reward:.3f}  KL {kl_now:.2f}{tied}  "
             f"ended {batch.ended:.0%}  {speed:.1f} stories/s",
             flush=True,
         )
-        if run.steps % MEASURE_EVERY == 0:
-            measure()
-        elif run.due():
-            run.save_state(**parts)
-    if run.steps and not run.measured("rollout"):
-        measure()
-    run.finish(model, "rollout")
 
 
 def group_text(asks, batch, advantages):

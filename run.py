@@ -211,9 +211,29 @@ class Run:
         if self.steps:
             models.save_checkpoint(self.folder / f"{unit}-{self.steps}.pt", model, steps=self.steps)
 
-    def measured(self, unit):
-        """Has `report` been done at this step?"""
-        return (self.folder / f"{unit}-{self.steps}.pt").exists()
+    def loop(self, model, parts, unit, every, reference=None):
+        """The numbers of the steps to take, until the run is over.
+
+        Around them is all that is not learning: `report` before the first, every so many and after the last, none twice;
+        the state saved where it is due; `finish`.
+        """
+
+        def report():
+            if not (self.folder / f"{unit}-{self.steps}.pt").exists():
+                self.report(model, parts, unit, reference)
+
+        if self.steps % every == 0:  # a resumed run makes up for one that was broken off
+            report()
+        while not self.over():
+            self.steps += 1
+            yield self.steps
+            if self.steps % every == 0:
+                report()
+            elif self.due():
+                self.save_state(**parts)
+        if self.steps:
+            report()
+        self.finish(model, unit)
 
     def finish(self, model, unit):
         """Write the final model, close the run, and say where it is. Raises `Problem` where there was no step to make one."""
