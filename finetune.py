@@ -15,6 +15,7 @@ import torch
 
 import evaluate
 from data import (
+    DEMO,
     END,
     STORY_TOKENS,
     Problem,
@@ -48,11 +49,13 @@ class Instructions:
         fits = ends - starts <= STORY_TOKENS
         self.bounds = np.stack([starts, ends], 1)[fits]
         self.kinds = [set(read_words(kind)) for kind in ("nouns", "verbs", "adjectives")]
+        self.held_out = {frozenset(words) for words in [*load_instructions(), DEMO]}
         self.asked = Counter()
         self.order = np.empty(0, dtype=np.int64)
 
     def words(self, text):
-        """Three listed words that a text uses, one of each kind, in random order; None where it lacks a kind.
+        """Three listed words that a text uses, one of each kind, in random order; None where it lacks a kind, or where
+        it is the very ask that is held out.
 
         Words that were asked for less often so far are likelier, so that the rare ones are learned too.
         """
@@ -64,6 +67,8 @@ class Instructions:
                 return None
             weights = np.array([1 / (1 + self.asked[word]) for word in usable])
             words.append(usable[self.random.choice(len(usable), p=weights / weights.sum())])
+        if frozenset(words) in self.held_out:
+            return None
         self.asked.update(words)
         self.random.shuffle(words)
         return words

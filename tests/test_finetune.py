@@ -69,6 +69,16 @@ def test_a_story_without_one_of_the_kinds_is_passed_over():
     assert stream().words("The bear jumped.") is None and stream().words("") is None
 
 
+@pytest.mark.parametrize("words", [data.load_instructions()[0], data.DEMO])
+def test_a_story_is_never_told_for_an_ask_that_is_held_out(words, monkeypatch):
+    kinds = {"nouns": [words[0], "kite"], "verbs": [words[1]], "adjectives": [words[2]]}
+    monkeypatch.setattr(finetune, "read_words", kinds.get)
+    for seed in range(20):
+        told = stream([f"{' '.join(words)}."], seed)
+        assert told.words(f"{' '.join(words)}.") is None and not told.asked
+        assert set(told.words(f"kite {' '.join(words[1:])}.")) == {"kite", *words[1:]}
+
+
 def test_every_story_comes_once_before_any_comes_again():
     instructions = stream()
     passes = [sorted(data.decode(next(instructions)[1]) for _ in range(5)) for _ in range(3)]
