@@ -68,6 +68,8 @@ def main():
                 raise Problem(f"a seed of {method} has no {scalar} below {runs.RUNS}: draw where the comparison ran")
             if off_line:  # its steps on the others' axis
                 curves = [(steps * rollouts / row["steps"], values) for (steps, values), row in zip(curves, same)]
+            else:  # a rollout shows what the steps before it have made of the model
+                curves = [(steps - 1, values) for steps, values in curves]
             for curve in curves:
                 axis.plot(*curve, color=f"C{color}", alpha=0.3, linewidth=0.8)
             axis.plot(*mean_over_seeds(curves), color=f"C{color}", linewidth=2, marker="o" if off_line else None, label=method)

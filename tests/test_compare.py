@@ -226,8 +226,8 @@ def test_the_picture_is_drawn_from_the_logs(commands, workshop, monkeypatch, cap
     draw.main()
     assert (workshop / "results.png").read_bytes()[:4] == b"\x89PNG"
     steps, values = drawn[0][1]
-    assert steps.tolist() == [1, 2, 3, 4] and values.tolist() == pytest.approx([0.2, 0.4, 0.6, 0.8])  # PPO's second seed
-    assert drawn[-1][0][0].tolist() == [2]  # DPO's 16th step of 32 is where the others' second rollout is of four
+    assert steps.tolist() == [0, 1, 2, 3] and values.tolist() == pytest.approx([0.2, 0.4, 0.6, 0.8])  # PPO's second seed
+    assert drawn[-1][0][0].tolist() == [2]  # DPO's 16th step of 32 is where the others have done two rollouts of four
 
 
 def test_the_mean_over_seeds_is_taken_step_by_step_and_ends_with_the_shortest():
