@@ -73,7 +73,7 @@ def main():
     pairs, writer = load_pairs(args.pairs)
     if not args.resume and writer != file_hash(args.start):
         raise Problem(f"another model than {args.start} wrote {args.pairs}: make pairs with python preferences.py --from {args.start}")
-    run = Run(args, "dpo", f"beta-{args.beta:g}")
+    run = Run(args, f"dpo/beta-{args.beta:g}")
     model, reference = run.base, copy.deepcopy(run.base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     parts = {"model": model, "optimizer": optimizer}

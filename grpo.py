@@ -61,7 +61,7 @@ class GRPO:
 
 def main():
     args = arguments(__doc__).parse_args()
-    run = Run(args, "grpo", f"kl-{args.kl:g}")
+    run = Run(args, f"grpo/kl-{args.kl:g}")
     train(run, GRPO(), args.kl)
 
 

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 import evaluate
-from data import STORY_TOKENS, Problem, decode, encode, instruction, load_asks, main_guard
+from data import STORY_TOKENS, Problem, decode, encode, instruction, load_asks, main_guard, say
 from evaluate import kl_terms
 from model import FINETUNED, for_writing, log_probs, pack, story_channels, token_log_probs
 from rewards import words_used
-from run import Run, as_text, flags, share, weight
+from run import Run, flags, share, weight
 from sample import generate
 
 STORIES = 128  # a rollout
@@ -62,11 +62,12 @@ def rollout(model, reference, asks, precision):
     channels = torch.zeros(*mask.shape, model.config.channels, device=precision.device)
     old, frozen = torch.zeros_like(mask), torch.zeros_like(mask)
     with torch.no_grad(), precision():
-        for rows in torch.arange(len(asks), device=precision.device).split(MINIBATCH):
+        for start in range(0, len(asks), MINIBATCH):
+            rows = slice(start, start + MINIBATCH)
             part = mask[rows].bool()
             read = story_channels(model, tokens[rows], part)
-            channels[rows] = channels[rows].masked_scatter(part[..., None], read.float())
-            old[rows] = old[rows].masked_scatter(part, log_probs(model, read, tokens[rows, 1:][part]))
+            channels[rows][part] = read.float()
+            old[rows][part] = log_probs(model, read, tokens[rows, 1:][part])
             frozen[rows] = token_log_probs(reference, tokens[rows], part)
     return Rollout(texts, rewards.to(precision.device), tokens, mask, old, frozen, channels, evaluate.ended_rate(stories))
 
@@ -86,7 +87,10 @@ def score(texts, asks):
 
 
 def surrogate(ratio, advantages):
-    """The clipped objective, per token: Schulman et al. 2017, equation 7. The smaller of the two, whatever the sign."""
+    """The clipped objective, per token, all (stories, longest - 1): Schulman et al. 2017, equation 7.
+
+    The smaller of the two, whatever the sign.
+    """
     return torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
 
 
@@ -111,7 +115,7 @@ def update(model, optimizer, batch, advantages, method, kl, precision):
 
 
 def policy_step(model, optimizer, batch, rows, advantages, weights, kl, precision):
-    """One optimizer step on a minibatch, its gradient summed over pieces. Returns what to log, means over its tokens."""
+    """One optimizer step on a minibatch, its gradient summed over pieces. Returns what to log."""
     tokens = batch.mask[rows].sum().clamp(min=1)
     sums = {"update/loss": 0.0, "update/clip_fraction": 0.0, "update/ratio": 0.0}
     for part, counts in zip(rows.split(PIECE), weights.split(PIECE)):
@@ -211,7 +215,7 @@ class PPO:
         self.critic = (critic or Critic(model.config.channels)).to(model.cos.device)
         # The bias learns the mean reward at once: at the weights' rate, all of them would first bend to make up for it.
         rates = {"linear.weight": CRITIC_RATE, "linear.bias": CRITIC_BIAS_RATE}
-        groups = [{"params": [weight], "lr": rates.get(name, LEARNING_RATE)} for name, weight in self.critic.named_parameters()]
+        groups = [{"params": [each], "lr": rates.get(name, LEARNING_RATE)} for name, each in self.critic.named_parameters()]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
 
     def ask(self, random):
@@ -273,12 +277,11 @@ def train(run, method, kl):
         run.log({**figures, **own, "rollout/reward": reward, "rollout/kl": kl_now, "rollout/ended": batch.ended})
         entropy = -batch.log_probs.sum().item() / max(1, tokens)  # the mean of -log p over tokens drawn from p estimates it
         run.log({"rollout/length": length, "rollout/entropy": entropy, "speed/stories_per_second": speed})
-        run.writer.add_text("rollout/group", as_text(group_text(asks, batch, advantages)), number)
+        run.log({"rollout/group": group_text(asks, batch, advantages)})
         tied = f"  tied {own['rollout/tied_groups']}" if "rollout/tied_groups" in own else ""
-        print(
+        say(
             f"rollout {number}  {run.minutes:.1f} min  reward {reward:.3f}  KL {kl_now:.2f}{tied}  "
-            f"ended {batch.ended:.0%}  {speed:.1f} stories/s",
-            flush=True,
+            f"ended {batch.ended:.0%}  {speed:.1f} stories/s"
         )
 
 
@@ -305,7 +308,7 @@ def main():
     if args.kl_in == "reward" and not in_reward:
         raise Problem("--kl-in reward needs a --kl above 0")
     label = f"kl-{args.kl:g}" + f"-lam-{args.lam:g}" * (args.lam != 1) + "-kl-in-reward" * (in_reward > 0)
-    run = Run(args, "ppo", label + "-critic-model" * (args.critic == "model"))
+    run = Run(args, f"ppo/{label}" + "-critic-model" * (args.critic == "model"))
     critic = CriticModel(run.base, run.precision) if args.critic == "model" else None
     train(run, PPO(run.base, args.lam, in_reward, critic), args.kl - in_reward)
 

@@ -62,6 +62,7 @@ def flags(description, start, unit="rollouts", budget=10.0):
     if start:
         shown = Path(start).relative_to(models.CHECKPOINTS.parent)
         args.add_argument("--from", dest="start", metavar="CHECKPOINT", default=start, help=f"the model to start from (default {shown})")
+        args.set_defaults(usual_start=start)
     args.add_argument("--name", type=name, help="added to the run's folder, to keep it apart from others")
     args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     args.add_argument("--resume", action="store_true", help="go on with the run of this name; its earlier minutes and steps count")
@@ -77,24 +78,30 @@ def file_hash(path):
         raise Problem(f"cannot read {path}: {reason(error)}") from None
 
 
+def relative(path):
+    """A path as seen from the course's folder, which may be moved; as it is where another drive holds it."""
+    try:
+        return os.path.relpath(path, RUNS.parent)
+    except ValueError:
+        return str(Path(path).resolve())
+
+
 class Run:
     """One training run. Makes its folders, or refuses to where they hold a run already.
 
-    while not run.over():
+    run = Run(args, "grpo/kl-0.05")
+    for number in run.loop(...):
         ...
-        run.steps += 1
     """
 
-    def __init__(self, args, *label):
-        self.kind = "/".join(label)
-        tail = [args.name] * bool(args.name) + [f"seed-{args.seed}"] * (args.seed != 1)
-        label = "-".join([self.kind, *tail])
-        self.label, self.args = label, args
+    def __init__(self, args, kind):
+        label = "-".join([kind, *[args.name] * bool(args.name), *[f"seed-{args.seed}"] * (args.seed != 1)])
+        self.kind, self.label, self.args = kind, label, args
         self.folder = models.CHECKPOINTS / label
         self.state_file = self.folder / "state.pt"
         self.device, dtype = models.pick_device(args.device)
         self.precision = models.Precision(self.device, dtype)
-        self.steps, self.earlier, self.stopped, self.start_hash = 0, 0.0, False, ""
+        self.steps, self.earlier, self.stopped, self.start_hash, self.ended = 0, 0.0, False, "", None
         if args.resume and args.overwrite:
             raise Problem("--resume and --overwrite exclude each other")
         if args.resume and not self.state_file.exists():
@@ -115,14 +122,15 @@ class Run:
             raise Problem(f"there is a run {label} already: {resume}--overwrite replaces it, --name keeps both")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.writer = SummaryWriter(RUNS / label, purge_step=self.steps + 1 if args.resume else None)
+            # step 0 is nothing but an evaluation, which a run that never got further makes again
+            self.writer = SummaryWriter(RUNS / label, purge_step=self.steps + (self.steps > 0) if args.resume else None)
         except OSError as error:
             raise Problem(f"cannot write to {error.filename or self.folder}: {reason(error)}") from None
         models.keep_freed_memory()
         torch.manual_seed(args.seed)
         self.random = np.random.default_rng(args.seed)
-        for sort in signal.SIGINT, signal.SIGTERM:
-            signal.signal(sort, self._stop)
+        for signum in signal.SIGINT, signal.SIGTERM:
+            signal.signal(signum, self._stop)
         say(f"{label} on {self.device} in {str(dtype).removeprefix('torch.')}: Ctrl-C stops it as the end of its time does")
         self.started = time.monotonic()
         self.saved = self.minutes
@@ -135,26 +143,29 @@ class Run:
         try:
             clock = self.state["run"]
             self.steps, self.earlier, start, known = clock["steps"], clock["minutes"], clock["start"], clock["start_hash"]
-            kind = clock.get("kind", self.kind)
+            kind = clock["kind"]
         except (LookupError, TypeError):
             raise Problem(f"{self.state_file} is not the state of a run: --overwrite starts afresh") from None
         if kind != self.kind:
             raise Problem(f"{self.state_file} is of a run {kind}, not {self.kind}: give the flags that it was started with")
         if start:
-            args.start = RUNS.parent / start
+            start = (RUNS.parent / start).resolve()
+            if Path(args.start).resolve() not in (start, Path(args.usual_start).resolve()):
+                raise Problem(f"this run started from {start}: leave --from out")
+            args.start = start
             if file_hash(args.start) != known:
                 raise Problem(f"{args.start} is no longer the model that this run started from: --overwrite starts afresh")
 
-    def _stop(self, sort, _):
+    def _stop(self, *_):
         if self.stopped:
             raise KeyboardInterrupt
         self.stopped = True
-        print("stopping after this step; once more to stop at once", flush=True)
+        say("stopping after this step; once more to stop at once")
 
     @property
     def minutes(self):
-        """Minutes that this run has taken, earlier parts of a resumed one included."""
-        return self.earlier + (time.monotonic() - self.started) / 60
+        """Minutes that this run has taken, earlier parts of a resumed one included, its last evaluation not."""
+        return self.earlier + (time.monotonic() - self.started) / 60 if self.ended is None else self.ended
 
     def share(self):
         """How much of the run is done, from 0 to 1: steps where they are counted, else time."""
@@ -163,23 +174,32 @@ class Run:
 
     def over(self):
         """Stopped, or at its end; a run whose first evaluation takes all its time still makes one step."""
-        return self.stopped or (self.steps > 0 and self.share() >= 1)
+        over = self.stopped or (self.steps > 0 and self.share() >= 1)
+        if over:
+            self.ended = self.minutes
+        return over
 
     def due(self):
         """Has the state not been saved for so long that it should be?"""
         return self.minutes - self.saved > SAVE_AFTER
 
-    def log(self, scalars):
-        """Scalars to TensorBoard, under the count of steps done."""
-        for key, value in scalars.items():
-            self.writer.add_scalar(key, value, self.steps)
+    def log(self, values):
+        """Scalars and texts to TensorBoard, under the count of steps done."""
+        try:
+            for key, value in values.items():
+                if isinstance(value, str):
+                    self.writer.add_text(key, "\n".join("    " + line for line in value.splitlines()), self.steps)  # as it stands
+                else:
+                    self.writer.add_scalar(key, value, self.steps)
+        except OSError as error:  # of its thread, some steps ago
+            raise Problem(f"cannot write below {RUNS}: {reason(error)}") from None
 
     def save_state(self, **parts):
         """Write all that a resumed run needs: weights, optimizers, random states, counters."""
         states = {key: part.state_dict() if hasattr(part, "state_dict") else part for key, part in parts.items()}
         start = getattr(self.args, "start", None)
         clock = {"kind": self.kind, "steps": self.steps, "minutes": self.minutes, "start_hash": self.start_hash}
-        clock |= {"start": os.path.relpath(start, RUNS.parent) if start else ""}
+        clock |= {"start": relative(start) if start else ""}
         clock |= {"torch_random": torch.get_rng_state(), "numpy_random": self.random.bit_generator.state}
         models.save({**states, "run": clock}, self.state_file)
         self.saved = self.minutes
@@ -194,20 +214,17 @@ class Run:
 
     def report(self, model, parts, unit, reference=None):
         """Measure on held-out asks and plain stories, log and print it with the demo story, save what a resumed run needs."""
-        if self.steps:  # a second Ctrl-C while this measures must not cost the steps before it
-            self.save_state(**parts)
+        self.save_state(**parts)  # first, so that a second Ctrl-C does not cost the steps before it
         figures = evaluate.measure(model, self.precision, load_instructions()[:MEASURE_ASKS], 2, evaluate.load_plain(), reference)
         story = write(models.for_writing(model, self.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
         names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}
         self.log({name: figures[key] for name, key in names.items() if figures[key] is not None})
-        self.writer.add_text("demo/story", as_text(story), self.steps)
+        self.log({"demo/story": story})
         kl = "" if figures["kl"] is None else f", KL {figures['kl']:.2f}"
-        print(
+        say(
             f"held-out asks after {self.steps} {unit}s: words used {figures['words_used']:.1%}, ended {figures['ended']:.0%}, "
-            f"plain stories {figures['plain_bits_per_byte']:.4f} bits per byte{kl}\n  {' '.join(story.split())}",
-            flush=True,
+            f"plain stories {figures['plain_bits_per_byte']:.4f} bits per byte{kl}\n  {' '.join(story.split())}"
         )
-        self.save_state(**parts)
         if self.steps:
             models.save_checkpoint(self.folder / f"{unit}-{self.steps}.pt", model, steps=self.steps)
 
@@ -227,7 +244,7 @@ class Run:
         while not self.over():
             self.steps += 1
             yield self.steps
-            if self.steps % every == 0:
+            if self.steps % every == 0 and not self.over():
                 report()
             elif self.due():
                 self.save_state(**parts)
@@ -243,9 +260,4 @@ class Run:
             raise Problem(f"stopped before the first {unit}: no model was written" + "; the old one is still there" * file.exists())
         models.save_checkpoint(file, model, steps=self.steps, minutes=self.minutes, start=self.start_hash)
         self.writer.close()
-        print(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")
-
-
-def as_text(story):
-    """Preformatted, as TensorBoard reads Markdown: four spaces before each line."""
-    return "\n".join("    " + line for line in story.splitlines())
+        say(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")

@@ -485,4 +485,3 @@ def test_the_rollouts_page_shows_eight_stories_with_what_they_earned(tiny, stage
     batch = staged(tiny, tiny, MIXED)
     text = ppo.group_text(data.load_asks(), batch, batch.mask * 0.25)
     assert text.count("advantage +0.25") == 8 and f"{', '.join(data.load_asks()[1])}: reward {MIXED[1]:.2f}" in text
-    assert ppo.as_text("a\nb") == "    a\n    b"

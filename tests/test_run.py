@@ -112,6 +112,41 @@ def test_a_resumed_run_keeps_the_reference_and_the_start_that_it_had(quick, work
     assert differences(dict(seen[0].state_dict()), dict(tiny_model(5).state_dict())) == []
 
 
+def test_a_resumed_run_refuses_another_start_than_it_had(quick, workshop):
+    models.save_checkpoint(workshop / "other.pt", tiny_model(5))
+    quick(grpo, "--rollouts", 1)
+    with pytest.raises(data.Problem, match="started from .*finetuned.model.pt: leave --from out"):
+        quick(grpo, "--rollouts", 2, "--resume", "--from", workshop / "other.pt")
+    quick(grpo, "--rollouts", 2, "--resume", "--from", workshop / "checkpoints/finetuned/model.pt")
+    assert state(workshop, "grpo/kl-0.05")["run"]["steps"] == 2
+
+
+def test_a_run_that_was_killed_in_its_first_rollout_starts_again_from_its_evaluation(quick, workshop, monkeypatch):
+    with monkeypatch.context() as dying:
+        dying.setattr(ppo, "rollout", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            quick(grpo, "--rollouts", 1)
+    quick(grpo, "--rollouts", 1, "--resume")
+    events = EventAccumulator(str(workshop / "runs/grpo/kl-0.05")).Reload()
+    assert [event.step for event in events.Scalars("eval/words_used")] == [0, 1]
+
+
+def test_a_full_disk_for_the_logs_is_one_line(quick, workshop, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs.SummaryWriter, "add_scalar", full)
+    with pytest.raises(data.Problem, match="cannot write below .*runs: No space left on device"):
+        quick(grpo, "--rollouts", 1)
+
+
+def test_a_text_is_logged_as_it_stands(quick, workshop, monkeypatch):
+    monkeypatch.setattr(runs, "write", lambda *_, **__: "One.\n# Two.")
+    quick(grpo, "--rollouts", 1)
+    events = EventAccumulator(str(workshop / "runs/grpo/kl-0.05")).Reload()
+    assert events.Tensors("demo/story/text_summary")[0].tensor_proto.string_val[0] == b"    One.\n    # Two."
+
+
 def test_resuming_what_never_ran_says_so(quick):
     with pytest.raises(data.Problem, match="nothing to resume"):
         quick(ppo, "--resume")
@@ -382,6 +417,37 @@ def test_the_clock_starts_before_the_first_evaluation(quick, workshop, monkeypat
     monkeypatch.setattr(ppo, "rollout", taking(3, ppo.rollout))
     quick(grpo, "--minutes", 10)  # 4, 7, 10: two rollouts; four if the evaluation did not count
     assert models.read(workshop / "checkpoints/grpo/kl-0.05/model.pt")["steps"] == 2
+
+
+def test_the_last_evaluation_takes_no_minutes_of_a_run_and_those_on_the_way_do(quick, workshop, monkeypatch):
+    now, made = [0.0], ppo.rollout
+
+    def measuring(*args, real=evaluate.measure):
+        now[0] += 120
+        return real(*args)
+
+    def rolling(*args):
+        now[0] += 180
+        return made(*args)
+
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(evaluate, "measure", measuring)
+    monkeypatch.setattr(ppo, "rollout", rolling)
+    monkeypatch.setattr(ppo, "MEASURE_EVERY", 2)
+    quick(grpo, "--minutes", 12)  # 2 for the evaluation, 5, 8, and another 2, 13: the one after it takes none
+    folder = workshop / "checkpoints/grpo/kl-0.05"
+    assert models.read(folder / "model.pt")["minutes"] == state(workshop, "grpo/kl-0.05")["run"]["minutes"] == 13
+    assert now[0] == 15 * 60 and models.read(folder / "model.pt")["steps"] == 3
+    quick(grpo, "--minutes", 16, "--resume")  # three minutes more, as was asked for
+    assert models.read(folder / "model.pt")["minutes"] == 16 and models.read(folder / "model.pt")["steps"] == 4
+
+
+def test_a_run_that_is_stopped_early_is_not_taken_for_complete_because_it_was_measured(quick, workshop, interrupt, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(evaluate, "measure", lambda *args, real=evaluate.measure: (now.__setitem__(0, now[0] + 240), real(*args))[1])
+    quick(grpo, "--minutes", 5)
+    assert models.read(workshop / "checkpoints/grpo/kl-0.05/model.pt")["minutes"] == 4
 
 
 def test_a_resumed_run_counts_the_minutes_of_its_earlier_part(quick, workshop, monkeypatch):
