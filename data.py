@@ -31,6 +31,7 @@ import tiktoken
 
 FOLDER = Path(__file__).resolve().parent / "data"
 TOKENIZER = FOLDER / "tokenizer.tiktoken"
+ENCODED_WITH = "encoded-with.txt"  # in FOLDER: which tokenizer train.bin and valid.bin are of
 VOCABULARY = 4096
 END_TEXT = "<|endoftext|>"
 END = VOCABULARY - 1
@@ -142,15 +143,18 @@ def train_tokenizer(stories):
 
 
 @contextlib.contextmanager
-def replacing(path, errors=OSError, note=""):
+def replacing(path, errors=OSError):
     """A path to write to instead, whose file takes this one's place once it is whole. An error in `errors` is a `Problem`."""
+    if not path.name:
+        raise Problem(f"cannot write {path}: it is a folder")
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part
         os.replace(part, path)
     except errors as error:
-        raise Problem(f"cannot write {path}: {reason(error)}{note}") from None
+        kept = "; the file before it is as it was" * path.exists()
+        raise Problem(f"cannot write {path}: {reason(error)}{kept}") from None
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
@@ -244,20 +248,26 @@ def write_tokens(stories, path):
 
 def load_tokens(name):
     """The tokens of data/NAME.bin, memory-mapped: nothing is read before it is used."""
-    path = FOLDER / f"{name}.bin"
+    path, known = FOLDER / f"{name}.bin", FOLDER / ENCODED_WITH
     if not path.exists() or path.stat().st_size < 2:
         raise Problem(f"there is no {path}: run python data.py, or python data.py FILE for stories of your own")
-    tokens = np.memmap(path, dtype=np.uint8, mode="r")
-    tokens = tokens[: len(tokens) // 2 * 2].view(np.uint16)
+    if known.exists() and known.read_text() != tokenizer_hash():
+        raise Problem(f"{path} was encoded with another tokenizer than {TOKENIZER}: make it again with python data.py")
+    tokens = np.memmap(path, dtype=np.uint16, mode="r", shape=(path.stat().st_size // 2,))
     if tokens[-1] != END:
         raise Problem(f"{path} does not end with a story's end: make it again with python data.py")
     return tokens
 
 
+def bounds(tokens):
+    """Where the stories of a token file begin and end, their END included: (stories, 2)."""
+    ends = np.flatnonzero(np.asarray(tokens) == END) + 1
+    return np.stack([np.append(0, ends)[:-1], ends], 1)
+
+
 def split_stories(tokens):
     """The stories of a token file: a list of lists, each with its END."""
-    ends = np.flatnonzero(tokens == END) + 1
-    return [story.tolist() for story in np.split(np.asarray(tokens), ends) if len(story)]
+    return [tokens[start:end].tolist() for start, end in bounds(tokens)]
 
 
 # ---- what is asked for
@@ -351,11 +361,10 @@ def main():
         raise Problem('no stories to measure on: pass --valid FILE, or JSON lines with "split": "valid" among them')
     if args.train_tokenizer:
         train_tokenizer(stories("train"))
-        for split in "valid", "train":  # they were cut into tokens by the old one
-            (FOLDER / f"{split}.bin").unlink(missing_ok=True)
     for split in "valid", "train":
         number, tokens, size = write_tokens(stories(split), FOLDER / f"{split}.bin")
         print(f"{split}: {number:,} stories, {tokens:,} tokens, {size / max(tokens, 1):.2f} bytes a token")
+    write_whole(FOLDER / ENCODED_WITH, tokenizer_hash().encode())
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ import torch
 import evaluate
 from data import (
     DEMO,
-    END,
     STORY_TOKENS,
     Problem,
+    bounds,
     decode,
     encode,
     instruction,
@@ -44,10 +44,8 @@ class Instructions:
 
     def __init__(self, tokens, random):
         self.tokens, self.random = tokens, random
-        ends = np.flatnonzero(np.asarray(tokens) == END) + 1
-        starts = np.concatenate([[0], ends])[:-1]
-        fits = ends - starts <= STORY_TOKENS
-        self.bounds = np.stack([starts, ends], 1)[fits]
+        every = bounds(tokens)
+        self.bounds = every[every[:, 1] - every[:, 0] <= STORY_TOKENS]  # those that fit
         self.kinds = [set(read_words(kind)) for kind in ("nouns", "verbs", "adjectives")]
         self.held_out = {frozenset(words) for words in [*load_instructions(), DEMO]}
         self.asked = Counter()

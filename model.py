@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data import TOKENIZER, VOCABULARY, Parser, Problem, main_guard, replacing, tokenizer_hash
+from data import TOKENIZER, VOCABULARY, Parser, Problem, main_guard, reason, replacing, tokenizer_hash
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 FINETUNED = CHECKPOINTS / "finetuned" / "model.pt"
@@ -63,7 +63,7 @@ class Real:
         return padded.index_put((self.places,), x).view(*self.shape, -1)
 
     def gather(self, x):
-        """The reverse."""
+        """The reverse: (stories, tokens, channels) -> (real tokens, channels)."""
         return x.flatten(0, 1)[self.places]
 
 
@@ -101,6 +101,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(config.channels, config.channels, bias=False)
 
     def forward(self, x, cos, sin, cache, real):
+        """(stories, tokens, channels), or (real tokens, channels) where `real` is a `Real`; the same comes out."""
         q, k, v = self.q(x), self.k(x), self.v(x)
         if real is not None:  # attention alone needs the rows side by side
             q, k, v = real.spread(q), real.spread(k), real.spread(v)
@@ -259,7 +260,7 @@ def story_channels(model, tokens, mask):
     Only real tokens are computed: what follows a story's last token, and its padding, costs nothing.
     """
     chosen = mask.bool()
-    real = chosen.flip(1).cummax(1).values.flip(1)  # (stories, longest - 1): up to the last story token's predecessor
+    real = chosen.flip(1).cumsum(1).flip(1) > 0  # (stories, longest - 1): up to the last story token's predecessor
     return model.channels(tokens[:, :-1], real=real)[chosen[real]]
 
 
@@ -292,7 +293,7 @@ def save_checkpoint(path, model, **extra):
 
 def save(content, path):
     """`torch.save` to a temporary file that then takes the path's place. Raises `Problem` where it cannot."""
-    with replacing(Path(path), (OSError, RuntimeError), "; the file before it is as it was") as part:
+    with replacing(Path(path), (OSError, RuntimeError)) as part:
         torch.save(content, part)
 
 
@@ -303,6 +304,8 @@ def read(path):
             return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise Problem(f"there is no checkpoint {path} (`git checkout checkpoints` brings back the ones that ship)") from None
+    except OSError as error:
+        raise Problem(f"cannot read {path}: {reason(error)}") from None
     except pickle.UnpicklingError:
         raise Problem(f"cannot read {path}: it holds something other than tensors and plain values, and was not run") from None
     except Exception as error:  # what a foreign or damaged file makes the reader stumble over has no class of its own

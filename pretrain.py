@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import evaluate
-from data import END, load_tokens, main_guard, progress, say, split_stories
+from data import END, bounds, load_tokens, main_guard, progress, say, split_stories
 from model import Config, StoryModel, token_log_probs
 from run import Run, flags
 
@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix):
-    """Push all singular values of a matrix towards 1: five Newton-Schulz steps with Jordan's coefficients."""
+    """Push all singular values of a matrix, of any shape, towards 1: five Newton-Schulz steps with Jordan's coefficients."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=1e-7)
@@ -69,7 +69,7 @@ def orthogonalise(matrix):
 def optimizers(model, muon, adam, dtype):
     """Muon for the blocks' matrices, AdamW for the embedding and the norms. Each group keeps its rate as "peak"."""
     matrices = [weight for weight in model.blocks.parameters() if weight.dim() == 2]
-    others = [weight for weight in model.parameters() if not any(weight is matrix for matrix in matrices)]
+    others = [model.embedding.weight, *(weight for weight in model.parameters() if weight.dim() == 1)]
     return [
         Muon([{"params": matrices, "peak": muon}], lr=muon, dtype=dtype),
         torch.optim.AdamW([{"params": others, "peak": adam}], lr=adam, betas=(0.9, 0.95), weight_decay=0.0),
@@ -111,23 +111,21 @@ class Rows:
 
     def __init__(self, tokens, random):
         self.tokens, self.random = tokens, random
-        self.ends = np.flatnonzero(np.asarray(tokens) == END) + 1
+        self.bounds = bounds(tokens)
         self.order, self.left = np.empty(0, dtype=np.int64), None
 
-    def story(self, number):
-        return self.tokens[self.ends[number - 1] if number else 0 : self.ends[number]]
-
     def row(self):
+        """The next CONTEXT + 1 tokens."""
         parts, size = [np.array([END], dtype=np.uint16)], 1
         if self.left is not None:
             parts.append(self.left)
             size += len(self.left)
         while size <= CONTEXT:
             if not len(self.order):
-                self.order = self.random.permutation(len(self.ends))
-            story, self.order = self.story(self.order[-1]), self.order[:-1]
-            parts.append(story)
-            size += len(story)
+                self.order = self.random.permutation(len(self.bounds))
+            (start, end), self.order = self.bounds[self.order[-1]], self.order[:-1]
+            parts.append(self.tokens[start:end])
+            size += end - start
         self.left = parts[-1] if size > CONTEXT + 1 and len(parts[-1]) <= CONTEXT and len(parts) > 2 else None
         return np.concatenate(parts)[: CONTEXT + 1]
 
@@ -140,6 +138,7 @@ class Rows:
         self.left = None if state["left"] is None else state["left"].numpy().astype(np.uint16)
 
     def batch(self, rows):
+        """(rows, CONTEXT + 1)"""
         return torch.from_numpy(np.stack([self.row() for _ in range(rows)]).astype(np.int64))
 
 

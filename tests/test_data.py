@@ -322,14 +322,21 @@ def test_a_tokenizer_is_not_replaced_where_there_is_nothing_to_measure_on(tmp_pa
         data.main()
 
 
-def test_token_files_of_the_old_tokenizer_go_with_it(tmp_path, monkeypatch):
+def test_token_files_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_text("A story.")
-    (tmp_path / "train.bin").write_bytes(b"old")
     monkeypatch.setattr(data, "FOLDER", tmp_path)
+    encode_mine = lambda *flags: script(monkeypatch, tmp_path / "mine.txt", "--valid", tmp_path / "mine.txt", *flags)
+    encode_mine()
+    assert data.load_tokens("train")[-1] == data.END
+    monkeypatch.setattr(data, "tokenizer_hash", lambda: "another")
+    with pytest.raises(data.Problem, match="train.bin was encoded with another tokenizer"):
+        data.load_tokens("train")
     monkeypatch.setattr(data, "train_tokenizer", lambda _: None)
-    monkeypatch.setattr(data, "write_tokens", lambda *_: pytest.fail() if (tmp_path / "train.bin").exists() else (1, 1, 1))
-    monkeypatch.setattr(sys, "argv", ["data.py", str(tmp_path / "mine.txt"), "--valid", str(tmp_path / "mine.txt"), "--train-tokenizer"])
-    data.main()
+    monkeypatch.setattr(data, "write_tokens", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # stopped between the new tokenizer and the new files
+        encode_mine("--train-tokenizer")
+    with pytest.raises(data.Problem, match="train.bin was encoded with another tokenizer"):
+        data.load_tokens("train")
 
 
 @pytest.mark.parametrize("content", [b"\x05\x00\xff\x0f\x07", b"\x05\x00\x06\x00", b"\x05"], ids=["cut", "endless", "byte"])
