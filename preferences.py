@@ -61,11 +61,11 @@ def load_pairs(path=PAIRS):
     try:
         settings, *pairs = [json.loads(line) for line in Path(path).read_text().splitlines()]
         writer = settings["from"]
-        for each in pairs:
-            assert len(each["ask"]) == 3 and each["chosen"]["tokens"] and each["rejected"]["tokens"]
+        if not all(len(each["ask"]) == 3 and each["chosen"]["tokens"] and each["rejected"]["tokens"] for each in pairs):
+            raise ValueError
     except FileNotFoundError:
         raise Problem(f"there is no {path}: run python preferences.py") from None
-    except (OSError, ValueError, LookupError, TypeError, AssertionError):
+    except (OSError, ValueError, LookupError, TypeError):
         raise Problem(f"cannot read {path}: it is not what preferences.py writes, or a part of it: see --resume and --overwrite") from None
     if not pairs:
         raise Problem(f"no pairs in {path}: run python preferences.py with more --asks")
@@ -89,6 +89,10 @@ def main():
     args.add_argument("--resume", action="store_true", help="go on with a file that is not complete")
     args.add_argument("--overwrite", action="store_true", help="throw the file away first")
     args = args.parse_args()
+    if args.resume and args.overwrite:
+        raise Problem("--resume and --overwrite exclude each other")
+    if args.resume and not args.out.exists():
+        raise Problem(f"nothing to resume: there is no {args.out}")
     device, dtype = models.pick_device(args.device)
     model = for_writing(load_checkpoint(args.start, device), dtype)
     models.keep_freed_memory()
@@ -98,12 +102,8 @@ def main():
     asks = every[: args.asks]
     settings = {"from": file_hash(args.start), "seed": args.seed, "stories": args.stories}
     done, lines = 0, [json.dumps(settings)]
-    if args.resume and args.overwrite:
-        raise Problem("--resume and --overwrite exclude each other")
-    if args.out.exists() and args.out.stat().st_size and args.resume:
-        done, lines = written(args.out, settings)
-        if done >= len(asks):
-            raise Problem(f"{args.out} holds the pairs of more asks already than --asks {args.asks}")
+    if args.resume and args.out.stat().st_size:
+        done, lines = written(args.out, settings, len(asks))
     elif args.out.exists() and not (args.overwrite or args.resume):
         raise Problem(f"there is {args.out} already: --resume goes on with it, --overwrite replaces it")
     try:
@@ -125,14 +125,20 @@ def main():
     say(f"{len(lines) - 1} pairs from {len(asks)} asks, {len(asks) - len(lines) + 1} tied: {args.out}")
 
 
-def written(path, settings):
-    """How many asks of a broken-off file need not be asked again, and its lines up to there, the settings first."""
+def written(path, settings, wanted):
+    """How many asks of a broken-off file need not be asked again, and its lines up to there, the settings first.
+
+    Raises `Problem` where the file goes on beyond the `wanted` asks, or is not of these settings.
+    """
     try:
         first, *lines = path.read_text().splitlines()
         if json.loads(first) != settings:
             raise Problem(f"{path} was made with {first}: resume it with the same, or --overwrite it")
         whole_lines = [line for line in lines if line.endswith("}}")]  # the last may be cut off
-        done = json.loads(whole_lines[-1])["number"] // ASKS_AT_ONCE * ASKS_AT_ONCE if whole_lines else 0
+        last = json.loads(whole_lines[-1])["number"] if whole_lines else 0
+        if last >= wanted:
+            raise Problem(f"{path} holds the pairs of more asks already than --asks {wanted}")
+        done = last // ASKS_AT_ONCE * ASKS_AT_ONCE
         return done, [first, *(line for line in whole_lines if json.loads(line)["number"] < done)]
     except Problem:
         raise

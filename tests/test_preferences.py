@@ -115,11 +115,18 @@ def test_resuming_with_fewer_asks_loses_no_pair(quick, workshop, tmp_path, monke
     monkeypatch.setattr(preferences, "words_used", lambda text, words: len(text) % 4 / 3)
     quick(preferences, "--asks", 40, "--stories", 2, "--out", path)
     before = path.read_text()
-    with pytest.raises(data.Problem, match="more asks"):
-        quick(preferences, "--asks", 16, "--stories", 2, "--out", path, "--resume")
+    last = json.loads(before.splitlines()[-1])["number"]
+    for fewer in 16, 33, last:
+        with pytest.raises(data.Problem, match="more asks"):
+            quick(preferences, "--asks", fewer, "--stories", 2, "--out", path, "--resume")
     with pytest.raises(data.Problem, match="exclude"):
         quick(preferences, "--asks", 40, "--stories", 2, "--out", path, "--resume", "--overwrite")
     assert path.read_text() == before
+
+
+def test_resuming_a_file_that_is_not_there_says_so(quick, workshop, tmp_path):
+    with pytest.raises(data.Problem, match="nothing to resume"):
+        quick(preferences, "--asks", 2, "--out", tmp_path / "pairs.jsonl", "--resume")
 
 
 def test_a_folder_in_the_files_place_is_a_problem(quick, workshop, tmp_path):
