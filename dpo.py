@@ -38,11 +38,11 @@ def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, beta):
     return -F.logsigmoid(margin), margin
 
 
-def story_log_probs(model, pairs, side, device):
-    """log p of one side's stories given their instructions: (pairs,)."""
+def story_log_probs(model, pairs, device):
+    """log p of the chosen and of the rejected stories, given their instructions: (2, pairs)."""
     prompts = [encode(instruction(pair["ask"])) for pair in pairs]
-    tokens, mask = pack(prompts, [pair[side]["tokens"] for pair in pairs], device)
-    return token_log_probs(model, tokens, mask).sum(1)
+    tokens, mask = pack(prompts * 2, [pair[side]["tokens"] for side in ("chosen", "rejected") for pair in pairs], device)
+    return token_log_probs(model, tokens, mask).sum(1).view(2, -1)
 
 
 def step(model, reference, optimizer, pairs, beta, precision):
@@ -52,9 +52,9 @@ def step(model, reference, optimizer, pairs, beta, precision):
     for start in range(0, len(pairs), PIECE):
         part = pairs[start : start + PIECE]
         with precision():
-            chosen, rejected = (story_log_probs(model, part, side, precision.device) for side in ("chosen", "rejected"))
+            chosen, rejected = story_log_probs(model, part, precision.device)
             with torch.no_grad():
-                frozen = [story_log_probs(reference, part, side, precision.device) for side in ("chosen", "rejected")]
+                frozen = story_log_probs(reference, part, precision.device)
         losses, margin = dpo_loss(chosen, rejected, *frozen, beta)
         (losses.sum() / len(pairs)).backward()
         with torch.no_grad():
