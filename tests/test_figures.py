@@ -72,7 +72,7 @@ def test_every_measured_figure_is_in_the_results(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_wrong_figure_would_be_found_by_chance_in_a_quarter_of_all_cases_at_most(page):
+def test_a_wrong_figure_would_pass_by_chance_in_a_quarter_of_all_cases_at_most(page):
     pool = pool_of(page)
     assert sum(stands_in(f"{number / 10}%", pool) for number in range(1000)) <= 250
 

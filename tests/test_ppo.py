@@ -306,6 +306,26 @@ def test_the_critics_gradient_does_not_reach_the_policy(tiny, staged):
     assert not same(before, weights_of(method.critic))
 
 
+@pytest.mark.parametrize("piece", [1, 3, 16])
+@pytest.mark.parametrize("kind", ["linear", "model"])
+def test_the_critics_gradient_is_that_of_the_mean_square_however_a_minibatch_is_split(tiny, staged, monkeypatch, kind, piece):
+    monkeypatch.setattr(ppo, "PIECE", piece)
+    monkeypatch.setattr(ppo.nn.utils, "clip_grad_norm_", lambda *_: None)
+    batch = staged(tiny, tiny, MIXED)
+    method = ppo.PPO(tiny, critic=ppo.CriticModel(tiny, FLOAT32) if kind == "model" else None)
+    torch.nn.init.normal_(method.critic.linear.weight)
+    batch.returns, weights = batch.mask * torch.rand(batch.mask.shape), list(method.critic.parameters())
+    chosen = batch.mask.bool()
+    read = method.critic.body.channels(batch.tokens[:, :-1]) if kind == "model" else batch.channels
+    values = read @ method.critic.linear.weight[0] + method.critic.linear.bias
+    wanted = torch.autograd.grad(((values - batch.returns)[chosen] ** 2).mean(), weights)
+    found = []
+    monkeypatch.setattr(method.optimizer, "step", lambda: found.extend(weight.grad.clone() for weight in weights))
+    method.learn(batch, torch.arange(16))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_explained_variance_worked_out_by_hand():
     values, returns = torch.tensor([[0.0, 0.5, 0.5, 1.0]]), torch.tensor([[0.0, 0.0, 1.0, 1.0]])
     mask = torch.ones(1, 4)
@@ -434,7 +454,7 @@ def test_each_rollout_asks_for_other_things():
         assert method.ask(random) != method.ask(random)
 
 
-def test_the_numbers_are_those_of_the_docs():
+def test_the_numbers_are_those_of_the_design():
     assert (ppo.STORIES, grpo.PROMPTS, grpo.GROUP, data.STORY_TOKENS) == (128, 16, 8, 200) and data.DEMO == ("rain", "cake", "jump")
     assert (ppo.CLIP, ppo.EPOCHS, ppo.MINIBATCH, ppo.MEASURE_EVERY, runs.MEASURE_ASKS) == (0.2, 2, 16, 10, 50)
 
