@@ -166,7 +166,7 @@ def main():
         share = f"  {row['share_of_ceiling']:4.0%} of the ceiling" if multiple else ""
         spread = f"({row['least']:,.1f} to {row['most']:,.1f})"
         data.say(f"{name:24} {row['median']:10,.1f} {row['unit']:10} {spread:26} {row['seconds']:8.2f} s{share}")
-    gib = peak() / 2**30
+    gib = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak()) / 2**30
     print(f"peak memory {gib:.2f} GiB")
     if args.json:
         command = shlex.join(["python", "bench.py", "--repeats", str(args.repeats), *["--only", *args.only] * any(args.only)])

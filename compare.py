@@ -180,7 +180,7 @@ def table(content):
         for column, style in styles.items():
             each = difference.get(column)  # there is none where a run has no figure, as repeats of words that no story uses
             cells.append(f"{each['mean']:+{style}} ({each['low']:+{style}} to {each['high']:+{style}})" if each else "-")
-        lines.append(f"| GRPO − PPO, paired | {difference['words_used']['seeds']} | " + " | ".join(cells) + " |")
+        lines.append(f"| GRPO - PPO, paired | {difference['words_used']['seeds']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

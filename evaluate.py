@@ -25,10 +25,9 @@ import model as models
 from data import END, STORY_TOKENS, Parser, Problem, decode, encode, instruction, load_instructions, main_guard, say
 from model import CHECKPOINTS, FINETUNED, for_writing, load_checkpoint, pack, token_log_probs
 from rewards import count, words_used
-from sample import generate
+from sample import ROWS, generate
 
 PLAIN = data.FOLDER / "plain.txt"
-ROWS = 128  # stories written at once
 SCORED = 16  # stories read at once
 
 
@@ -58,10 +57,10 @@ def distinct_pairs(stories):
     return float(np.mean(shares)) if shares else math.nan
 
 
-def interval(shares, seed=0):
+def interval(shares):
     """95% bootstrap interval of the mean of `shares` (asks, stories an ask), resampling the asks."""
     means = np.asarray(shares).mean(1)
-    draws = np.random.default_rng(seed).integers(len(means), size=(2000, len(means)))
+    draws = np.random.default_rng(0).integers(len(means), size=(2000, len(means)))
     low, high = np.percentile(means[draws].mean(1), [2.5, 97.5])
     return float(low), float(high)
 
@@ -72,7 +71,7 @@ def kl_terms(log_probs, reference):
     r is clamped before the exponential: clamped after it, an overflow still makes NaN gradients.
     """
     r = (reference - log_probs).clamp(-20, 20)
-    return r.expm1() - r  # exact near zero, where e^r - 1 would be rounding alone
+    return r.expm1() - r  # accurate near zero, where e^r - 1 would be rounding alone
 
 
 @torch.no_grad()
@@ -103,9 +102,9 @@ def drift(model, reference, prompts, stories):
     return total / len(stories)
 
 
-def write_all(model, precision, asks, seed=0, show=""):
-    """A story for each ask, `ROWS` at once. Returns texts and token lists. The seed leaves training's numbers alone."""
-    generator = torch.Generator().manual_seed(seed)
+def write_all(model, precision, asks, show=""):
+    """A story for each ask, `ROWS` at once. Returns texts and token lists. Training's random numbers are left alone."""
+    generator = torch.Generator().manual_seed(0)
     prompts = [encode(instruction(words)) for words in asks]
     writer = for_writing(model, precision.dtype)
     stories = []
@@ -116,19 +115,19 @@ def write_all(model, precision, asks, seed=0, show=""):
     return [decode(story) for story in stories], stories
 
 
-def measure(model, precision, asks, each=1, plain=(), reference=None, seed=0, show=""):
+def measure(model, precision, asks, each=1, plain=(), reference=None, show=""):
     """All figures of one model, as in the JSON file.
 
     precision: a `model.Precision`; asks: word triples; each: stories written for an ask; plain: token lists, without
     which there is no loss; without a reference there is no "kl".
     """
     asked = [words for words in asks for _ in range(each)]
-    texts, stories = write_all(model, precision, asked, seed, show)
+    texts, stories = write_all(model, precision, asked, show)
     shares = np.reshape([words_used(text, words) for text, words in zip(texts, asked)], (len(asks), each))
     low, high = interval(shares)
     with precision():
         return {
-            "words_used": words_rate(texts, asked),
+            "words_used": float(shares.mean()),
             "words_used_low": low,
             "words_used_high": high,
             "plain_bits_per_byte": bits_per_byte(model, plain) if plain else None,
@@ -195,13 +194,14 @@ def main():
     paths = args.checkpoints or final_checkpoints()
     if not paths:
         raise Problem(f"there is no checkpoint below {CHECKPOINTS}")
-    loaded = {path: load_checkpoint(path, device) for path in paths}
+    for path in paths:  # what cannot be read is refused before the first is measured
+        load_checkpoint(path)
     plain = load_plain(args.plain)
     reference = load_checkpoint(FINETUNED, device) if FINETUNED.exists() else None
     rows, width = [], max(len(model_name(path)) for path in paths)
     say(f"{'':{width}}  {HEADING}")
-    for path, model in loaded.items():
-        name = model_name(path)
+    for path in paths:
+        name, model = model_name(path), load_checkpoint(path, device)
         against = None if name.startswith("pretrained") else reference
         figures = measure(model, models.Precision(device, dtype), load_instructions(), args.stories, plain, against, show=name)
         rows.append({"name": name, **figures})

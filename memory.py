@@ -7,8 +7,8 @@ float32, on the CPU. The peak is what the process held at most, less what it hel
 """
 
 import concurrent.futures
+import math
 import multiprocessing
-import resource
 import sys
 from pathlib import Path
 
@@ -27,7 +27,11 @@ PRECISION = Precision(torch.device("cpu"), torch.float32)
 
 
 def peak():
-    """The most bytes that this process has held so far."""
+    """The most bytes that this process has held so far; NaN under Windows, which does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

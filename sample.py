@@ -14,6 +14,7 @@ from data import DEMO, END, STORY_TOKENS, Parser, Problem, decode, encode, encod
 from model import FINETUNED, for_writing, load_checkpoint, pick_device
 from rewards import check_words, words_used
 
+ROWS = 128  # stories written at once
 LEAVE_AT = 1 / 8  # the share of rows that must have ended for them to be dropped, which copies the cache
 
 
@@ -129,9 +130,10 @@ def main():
         print()
         return
     prompts = [encode(instruction(words))] * args.count
-    for story in generate(model, prompts, STORY_TOKENS, temperature, generator=generator):
-        text = decode(story)
-        print(f"--- words used {words_used(text, words):.2f}, {len(story)} tokens{', cut off' * (story[-1] != END)}\n{text}\n")
+    for start in range(0, args.count, ROWS):
+        for story in generate(model, prompts[start : start + ROWS], STORY_TOKENS, temperature, generator=generator):
+            text = decode(story)
+            print(f"--- words used {words_used(text, words):.2f}, {len(story)} tokens{', cut off' * (story[-1] != END)}\n{text}\n")
 
 
 if __name__ == "__main__":

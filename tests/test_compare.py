@@ -182,7 +182,7 @@ def test_a_figure_that_one_run_lacks_leaves_its_column_without_a_difference():
     rows[0]["repeats"] = None  # it used no word
     content = {"runs": rows, **compare.summarise(rows)}
     last = compare.table(content).splitlines()[-1].split(" | ")
-    assert last[0] == "| GRPO − PPO, paired" and last[5] == "-" and last[6] == "+0.00 (+0.00 to +0.00)"
+    assert last[0] == "| GRPO - PPO, paired" and last[5] == "-" and last[6] == "+0.00 (+0.00 to +0.00)"
 
 
 def test_more_rollouts_than_dpo_has_asks_for_are_refused_before_any_run(commands):

@@ -218,6 +218,9 @@ def test_the_script_prints_one_story_or_several_with_their_scores(workshop, monk
     assert greedy == script(monkeypatch, capsys, *start, "--greedy", "rain", "Cake", "jump") != ""
     several = script(monkeypatch, capsys, *start, "--count", "3", "--seed", "1")
     assert several.count("--- words used 0.00, 12 tokens, cut off\n") == 3
+    with monkeypatch.context() as smaller:
+        smaller.setattr(sample, "ROWS", 2)  # at once
+        assert script(monkeypatch, capsys, *start, "--count", "3", "--seed", "1").count("--- words used 0.00, 12 tokens") == 3
     assert several == script(monkeypatch, capsys, *start, "--count", "3", "--seed", "1")
     with pytest.raises(data.Problem, match="at least one"):
         script(monkeypatch, capsys, *start, "--count", "0")
