@@ -328,6 +328,11 @@ def test_a_file_with_other_content_is_a_problem(saved, content):
     assert "is not a story model" in problem(saved)
 
 
+def test_a_folder_in_a_checkpoint_s_place_is_named_for_what_it_is(tmp_path):
+    with pytest.raises(data.Problem, match="Is a directory"):
+        models.read(tmp_path)
+
+
 def test_a_missing_checkpoint_is_a_problem(tmp_path):
     assert "there is no checkpoint" in problem(tmp_path / "model.pt")
 
