@@ -22,12 +22,12 @@ import data
 import grpo
 import model as models
 import ppo
-from data import STORY_TOKENS, VOCABULARY, Parser, Problem, main_guard
+from cli import Parser, Problem, main_guard, positive, progress, say
+from data import STORY_TOKENS, VOCABULARY
 from evaluate import SCORED, write_json
 from memory import peak, random_stories
 from model import Config, StoryModel, for_writing, pack, token_log_probs
 from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, optimizers, train_step
-from run import count
 from sample import generate
 
 
@@ -117,12 +117,12 @@ class Bench:
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("--repeats", type=count, default=3, help="times each figure is taken, after one to warm up (default 3)")
-    args.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="only figures whose names hold one of these (default: all)")
-    args.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
-    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
-    args = args.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--repeats", type=positive, default=3, help="times each figure is taken, after one to warm up (default 3)")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="only figures whose names hold one of these (default: all)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    args = parser.parse_args()
     device, dtype = models.pick_device(args.device)
     models.keep_freed_memory()
     torch.manual_seed(1)
@@ -152,7 +152,7 @@ def main():
     after = ceiling(device, dtype, Config())
     for repeat in range(args.repeats + 1):  # all figures in turn, so that a machine that drifts does not favour one
         for number, (name, (work, amount, multiple)) in enumerate(works.items()):
-            data.progress(repeat * len(works) + number, (args.repeats + 1) * len(works), name)
+            progress(repeat * len(works) + number, (args.repeats + 1) * len(works), name)
             before, rate, after = after, amount / clock(work), ceiling(device, dtype, Config())
             if repeat:  # the first time warms up
                 rates[name].append(rate)
@@ -165,7 +165,7 @@ def main():
         results.append(row)
         share = f"  {row['share_of_ceiling']:4.0%} of the ceiling" if multiple else ""
         spread = f"({row['least']:,.1f} to {row['most']:,.1f})"
-        data.say(f"{name:24} {row['median']:10,.1f} {row['unit']:10} {spread:26} {row['seconds']:8.2f} s{share}")
+        say(f"{name:24} {row['median']:10,.1f} {row['unit']:10} {spread:26} {row['seconds']:8.2f} s{share}")
     gib = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak()) / 2**30
     print(f"peak memory {gib:.2f} GiB")
     if args.json:

@@ -29,8 +29,7 @@ import evaluate
 import model as models
 import ppo
 import run as runs
-from data import Parser, Problem, main_guard, say
-from run import count, minutes
+from cli import Parser, Problem, main_guard, minutes, positive, say
 
 METHODS = {
     "ppo-kl-0.05": ["ppo.py", "--kl", "0.05"],
@@ -200,14 +199,14 @@ def read_results(file, same):
 
 
 def main():
-    args = Parser(__doc__)
-    budget = args.add_mutually_exclusive_group()
-    budget.add_argument("--rollouts", type=count, help="rollouts of each run (default 32)")
+    parser = Parser(__doc__)
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--rollouts", type=positive, help="rollouts of each run (default 32)")
     budget.add_argument("--minutes", type=minutes, help="minutes of each run, in place of rollouts")
-    args.add_argument("--seeds", type=count, default=5, help="seeds 1 to this (default 5)")
-    args.add_argument("--stories", type=count, default=2, help="stories written for each of the 200 asks (default 2)")
-    args.add_argument("--json", type=Path, metavar="FILE", help="the results (default runs/compare-BUDGET.json)")
-    args = args.parse_args()
+    parser.add_argument("--seeds", type=positive, default=5, help="seeds 1 to this (default 5)")
+    parser.add_argument("--stories", type=positive, default=2, help="stories written for each of the 200 asks (default 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the results (default runs/compare-BUDGET.json)")
+    args = parser.parse_args()
     if not args.minutes and not args.rollouts:
         args.rollouts = 32
     if args.rollouts and args.rollouts * ppo.STORIES // STORIES_AN_ASK > (most := len(data.load_asks())):

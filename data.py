@@ -12,7 +12,6 @@ Writes data/train.bin and data/valid.bin: the stories' tokens one after the othe
 by <|endoftext|>.
 """
 
-import argparse
 import base64
 import contextlib
 import functools
@@ -29,6 +28,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from cli import Parser, Problem, main_guard, reason
+
 FOLDER = Path(__file__).resolve().parent / "data"
 TOKENIZER = FOLDER / "tokenizer.tiktoken"
 ENCODED_WITH = "encoded-with.txt"  # in FOLDER: which tokenizer train.bin and valid.bin are of
@@ -43,54 +44,6 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n*|\s+
 
 # So that typographer's quotes do not cost three bytes and rare tokens each.
 PLAIN_QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
-
-
-class Problem(ValueError):
-    """Something the reader can put right. Scripts print it as one line and exit with 1."""
-
-
-def reason(error):
-    """Why a file could not be read or written, in a few words."""
-    return getattr(error, "strerror", None) or error
-
-
-def main_guard(main):
-    """Run a script's `main`; a `Problem` becomes one line on stderr."""
-    try:
-        main()
-        sys.stdout.flush()
-    except Problem as problem:
-        sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(str(problem).split())}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # what it was piped to has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are one line too."""
-
-    def __init__(self, description):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def say(line):
-    """A line on stdout, in the place of a bar that may stand there."""
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    print(line, flush=True)
-
-
-def progress(done, total, note=""):
-    """A bar on stderr, redrawn in place; silent where stderr is a file."""
-    if sys.stderr.isatty():
-        share = min(1.0, done / max(total, 1e-9))
-        bar = ("#" * int(30 * share)).ljust(30, ".")
-        print(f"\r[{bar}] {share:4.0%} {note}\x1b[K", end="\n" if share == 1 else "", file=sys.stderr, flush=True)
 
 
 # ---- the tokenizer
@@ -334,12 +287,12 @@ def fetch(name):
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("files", nargs="*", metavar="FILE", help="stories to train on (default: fetch TinyStories)")
-    args.add_argument("--valid", metavar="FILE", help='stories to measure on (default: those of FILE with "split": "valid")')
-    args.add_argument("--train-tokenizer", action="store_true", help="learn data/tokenizer.tiktoken from these stories first")
-    args.add_argument("--draw-asks", action="store_true", help="draw the asks again from the word lists, and do nothing else")
-    args = args.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="stories to train on (default: fetch TinyStories)")
+    parser.add_argument("--valid", metavar="FILE", help='stories to measure on (default: those of FILE with "split": "valid")')
+    parser.add_argument("--train-tokenizer", action="store_true", help="learn data/tokenizer.tiktoken from these stories first")
+    parser.add_argument("--draw-asks", action="store_true", help="draw the asks again from the word lists, and do nothing else")
+    args = parser.parse_args()
     if args.draw_asks:
         training, held_out = draw_asks(4000, 200)
         for name, asks in ("asks-training.txt", training), ("asks-held-out.txt", held_out):

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data import Problem, encode, instruction, main_guard, say
+from cli import Problem, kind, main_guard, say
+from data import encode, instruction
 from model import FINETUNED, pack, token_log_probs
 from ppo import MEASURE_EVERY
 from preferences import PAIRS, load_pairs
-from run import Run, file_hash, flags, kind
+from run import Run, file_hash, flags
 
 MINIBATCH = 16  # pairs a step
 PIECE = 4  # pairs whose gradients are computed at once
@@ -66,10 +67,10 @@ def step(model, reference, optimizer, pairs, beta, precision):
 
 
 def main():
-    args = flags(__doc__, FINETUNED, unit="steps")
-    args.add_argument("--beta", type=beta, default=0.1, help="how strongly the reference holds (default 0.1)")
-    args.add_argument("--pairs", type=Path, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
-    args = args.parse_args()
+    parser = flags(__doc__, FINETUNED, unit="steps")
+    parser.add_argument("--beta", type=beta, default=0.1, help="how strongly the reference holds (default 0.1)")
+    parser.add_argument("--pairs", type=Path, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
+    args = parser.parse_args()
     pairs, writer = load_pairs(args.pairs)
     if not args.resume and writer != file_hash(args.start):
         raise Problem(f"another model than {args.start} wrote {args.pairs}: make pairs with python preferences.py --from {args.start}")

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 import run as runs
+from cli import Parser, Problem, main_guard, reason, say
 from compare import folder_of
-from data import Parser, Problem, main_guard, reason, say
 
 PANELS = [("rollout/reward", "eval/words_used", "reward"), ("rollout/kl", "eval/kl", "KL from the reference, nats a story")]
 
@@ -39,10 +39,10 @@ def mean_over_seeds(curves):
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("results", type=Path, help="what compare.py wrote")
-    args.add_argument("--out", type=Path, metavar="FILE", help="the picture (default: beside the results)")
-    args = args.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("results", type=Path, help="what compare.py wrote")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the picture (default: beside the results)")
+    args = parser.parse_args()
     try:
         import matplotlib
 

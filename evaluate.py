@@ -22,7 +22,8 @@ import torch
 
 import data
 import model as models
-from data import END, STORY_TOKENS, Parser, Problem, decode, encode, instruction, load_instructions, main_guard, say
+from cli import Parser, Problem, main_guard, positive, progress, say
+from data import END, STORY_TOKENS, decode, encode, instruction, load_instructions
 from model import CHECKPOINTS, FINETUNED, for_writing, load_checkpoint, pack, token_log_probs
 from rewards import count, words_used
 from sample import ROWS, generate
@@ -111,7 +112,7 @@ def write_all(model, precision, asks, show=""):
     for start in range(0, len(prompts), ROWS):
         stories += generate(writer, prompts[start : start + ROWS], STORY_TOKENS, generator=generator)
         if show:
-            data.progress(len(stories), len(prompts), show)
+            progress(len(stories), len(prompts), show)
     return [decode(story) for story in stories], stories
 
 
@@ -180,15 +181,13 @@ def write_json(path, content):
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("checkpoints", nargs="*", metavar="PATH", help="checkpoints to compare (default: every final one)")
-    args.add_argument("--plain", metavar="FILE", default=PLAIN, help="plain stories for the loss (default data/plain.txt)")
-    args.add_argument("--stories", type=int, default=4, help="stories written for each of the 200 asks (default 4)")
-    args.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
-    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
-    args = args.parse_args()
-    if args.stories < 1:
-        raise Problem(f"--stories {args.stories}: at least one for each ask")
+    parser = Parser(__doc__)
+    parser.add_argument("checkpoints", nargs="*", metavar="PATH", help="checkpoints to compare (default: every final one)")
+    parser.add_argument("--plain", metavar="FILE", default=PLAIN, help="plain stories for the loss (default data/plain.txt)")
+    parser.add_argument("--stories", type=positive, default=4, help="stories written for each of the 200 asks (default 4)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    args = parser.parse_args()
     device, dtype = models.pick_device(args.device)
     models.keep_freed_memory()
     paths = args.checkpoints or final_checkpoints()

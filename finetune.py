@@ -14,21 +14,8 @@ import numpy as np
 import torch
 
 import evaluate
-from data import (
-    DEMO,
-    STORY_TOKENS,
-    Problem,
-    bounds,
-    decode,
-    encode,
-    instruction,
-    load_instructions,
-    load_tokens,
-    main_guard,
-    progress,
-    read_words,
-    say,
-)
+from cli import Problem, main_guard, progress, say
+from data import DEMO, STORY_TOKENS, bounds, decode, encode, instruction, load_instructions, load_tokens, read_words
 from model import CHECKPOINTS, pack
 from pretrain import optimizers, set_rate, train_step
 from run import MEASURE_ASKS, Run, flags

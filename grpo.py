@@ -7,7 +7,8 @@ the rollout, the ratio, the clip, the KL, the loop, is `ppo.py`'s. Against DeepS
 question, a reward model, one update a rollout) this is small, and the reward is a rule.
 """
 
-from data import load_asks, main_guard
+from cli import main_guard
+from data import load_asks
 from ppo import STORIES, arguments, train
 from run import Run
 

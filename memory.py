@@ -18,7 +18,8 @@ import data
 import dpo
 import grpo
 import ppo
-from data import STORY_TOKENS, VOCABULARY, Parser, Problem, main_guard
+from cli import Parser, Problem, main_guard
+from data import STORY_TOKENS, VOCABULARY
 from evaluate import write_json
 from model import Config, Precision, StoryModel, pack
 
@@ -109,9 +110,9 @@ def alone(work, *args):
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too, in bytes")
-    args = args.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too, in bytes")
+    args = parser.parse_args()
     columns = ["weights", "gradients", "optimizer", "reference", "peak"]
     print(f"{'MiB':20} {'parameters':>10} " + " ".join(f"{column:>10}" for column in columns), flush=True)
     rows = []

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data import TOKENIZER, VOCABULARY, Parser, Problem, main_guard, reason, replacing, tokenizer_hash
+from cli import Parser, Problem, main_guard, reason
+from data import TOKENIZER, VOCABULARY, replacing, tokenizer_hash
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 FINETUNED = CHECKPOINTS / "finetuned" / "model.pt"
@@ -330,9 +331,9 @@ def load_checkpoint(path, device="cpu"):
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("--from", dest="start", metavar="CHECKPOINT", default=FINETUNED, help="(default checkpoints/finetuned/model.pt)")
-    args = args.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--from", dest="start", metavar="CHECKPOINT", default=FINETUNED, help="(default checkpoints/finetuned/model.pt)")
+    args = parser.parse_args()
     model = load_checkpoint(args.start)
     for name, weight in model.named_parameters():
         print(f"{name:40} {str(tuple(weight.shape)):>14} {weight.numel():>10,}")

@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 import evaluate
-from data import STORY_TOKENS, Problem, decode, encode, instruction, load_asks, main_guard, say
+from cli import Problem, main_guard, say, share, weight
+from data import STORY_TOKENS, decode, encode, instruction, load_asks
 from evaluate import kl_terms
 from model import FINETUNED, for_writing, log_probs, pack, story_channels, token_log_probs
 from rewards import words_used
-from run import Run, flags, share, weight
+from run import Run, flags
 from sample import generate
 
 STORIES = 128  # a rollout
@@ -293,17 +294,17 @@ def group_text(asks, batch, advantages):
 
 
 def arguments(description):
-    args = flags(description, FINETUNED)
-    args.add_argument("--kl", type=weight, default=0.05, help="weight of the KL from the reference (default 0.05)")
-    return args
+    parser = flags(description, FINETUNED)
+    parser.add_argument("--kl", type=weight, default=0.05, help="weight of the KL from the reference (default 0.05)")
+    return parser
 
 
 def main():
-    args = arguments(__doc__)
-    args.add_argument("--lam", type=share, default=1.0, help="lambda of the advantage estimate; 1 is return minus value (default 1)")
-    args.add_argument("--kl-in", choices=["loss", "reward"], default="loss", help="where the KL counts (default loss)")
-    args.add_argument("--critic", choices=["linear", "model"], default="linear", help="a layer on the policy, or a model (default linear)")
-    args = args.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--lam", type=share, default=1.0, help="lambda of the advantage estimate; 1 is return minus value (default 1)")
+    parser.add_argument("--kl-in", choices=["loss", "reward"], default="loss", help="where the KL counts (default loss)")
+    parser.add_argument("--critic", choices=["linear", "model"], default="linear", help="a layer on the policy or a model (default linear)")
+    args = parser.parse_args()
     in_reward = args.kl if args.kl_in == "reward" else 0.0
     if args.kl_in == "reward" and not in_reward:
         raise Problem("--kl-in reward needs a --kl above 0")

@@ -15,24 +15,11 @@ import numpy as np
 import torch
 
 import model as models
-from data import (
-    FOLDER,
-    STORY_TOKENS,
-    Parser,
-    Problem,
-    decode,
-    encode,
-    instruction,
-    load_asks,
-    main_guard,
-    progress,
-    reason,
-    say,
-    write_whole,
-)
+from cli import Parser, Problem, main_guard, positive, progress, reason, say, whole
+from data import FOLDER, STORY_TOKENS, decode, encode, instruction, load_asks, write_whole
 from model import FINETUNED, for_writing, load_checkpoint
 from rewards import words_used
-from run import count, file_hash, whole
+from run import file_hash
 from sample import generate
 
 PAIRS = FOLDER / "preferences.jsonl"
@@ -79,16 +66,16 @@ def asks_of(seed):
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("--asks", type=count, default=500, help="how many of the training asks (default 500)")
-    args.add_argument("--stories", type=count, default=8, help="stories written for each (default 8)")
-    args.add_argument("--out", type=Path, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
-    args.add_argument("--seed", type=whole, default=1, help="of the asks and the stories (default 1)")
-    args.add_argument("--from", dest="start", metavar="FILE", default=FINETUNED, help="who writes (default checkpoints/finetuned/model.pt)")
-    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
-    args.add_argument("--resume", action="store_true", help="go on with a file that is not complete")
-    args.add_argument("--overwrite", action="store_true", help="throw the file away first")
-    args = args.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--asks", type=positive, default=500, help="how many of the training asks (default 500)")
+    parser.add_argument("--stories", type=positive, default=8, help="stories written for each (default 8)")
+    parser.add_argument("--out", type=Path, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
+    parser.add_argument("--seed", type=whole, default=1, help="of the asks and the stories (default 1)")
+    parser.add_argument("--from", dest="start", metavar="FILE", default=FINETUNED, help="who writes (default: the fine-tuned model)")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    parser.add_argument("--resume", action="store_true", help="go on with a file that is not complete")
+    parser.add_argument("--overwrite", action="store_true", help="throw the file away first")
+    args = parser.parse_args()
     if args.resume and args.overwrite:
         raise Problem("--resume and --overwrite exclude each other")
     if args.resume and not args.out.exists():

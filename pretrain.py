@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 import evaluate
-from data import END, bounds, load_tokens, main_guard, progress, say, split_stories
+from cli import main_guard, progress, say
+from data import END, bounds, load_tokens, split_stories
 from model import Config, StoryModel, token_log_probs
 from run import Run, flags
 

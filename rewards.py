@@ -5,7 +5,7 @@ python rewards.py "The kite flew over the river." kite river brave      0.667
 
 import re
 
-from data import Parser, Problem, main_guard
+from cli import Parser, Problem, main_guard
 
 
 def count(story, word):
@@ -26,10 +26,10 @@ def check_words(words):
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("story", help="its text")
-    args.add_argument("words", nargs="+", metavar="WORD", help="the words it was asked to use")
-    args = args.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("story", help="its text")
+    parser.add_argument("words", nargs="+", metavar="WORD", help="the words it was asked to use")
+    args = parser.parse_args()
     check_words(args.words)
     print(f"{words_used(args.story, args.words):.3f}")
 

@@ -4,12 +4,8 @@ A run is a folder for checkpoints and one of the same name for TensorBoard: `pyt
 checkpoints/grpo/kl-0.05 and runs/grpo/kl-0.05.
 """
 
-import argparse
-import contextlib
 import hashlib
-import math
 import os
-import re
 import shutil
 import signal
 import time
@@ -21,7 +17,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 import evaluate
 import model as models
-from data import DEMO, Parser, Problem, load_instructions, reason, say
+from cli import Parser, Problem, minutes, name, positive, reason, say, whole
+from data import DEMO, load_instructions
 from sample import write
 
 RUNS = Path(__file__).resolve().parent / "runs"
@@ -29,45 +26,21 @@ MEASURE_ASKS = 50
 SAVE_AFTER = 3  # minutes
 
 
-def kind(convert, holds, wanted):
-    """An argparse type: text that `convert` takes and for which `holds`; the complaint says what was wanted."""
-
-    def read(text):
-        with contextlib.suppress(ValueError):
-            if holds(value := convert(text)):
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-
-    return read
-
-
-minutes = kind(float, lambda value: 0 < value < math.inf, "a number of minutes above 0")
-weight = kind(
-    lambda text: float(text) + 0.0,  # -0 becomes 0, and names the same run
-    lambda value: 0 <= value < math.inf,
-    "a finite number of 0 or more",
-)
-share = kind(lambda text: float(text) + 0.0, lambda value: 0 <= value <= 1, "a number from 0 to 1")
-count = kind(int, lambda value: value > 0, "a whole number of 1 or more")
-name = kind(str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch, "a plain name: letters, digits, dots and dashes")
-whole = kind(int, lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295")
-
-
 def flags(description, start, unit="rollouts", budget=10.0):
     """The parser with the flags that mean the same in every training script."""
-    args = Parser(description)
-    args.add_argument("--minutes", type=minutes, default=budget, help=f"train for so long, and measure once more (default {budget:g})")
-    args.add_argument(f"--{unit}", dest="steps", metavar="N", type=count, help=f"stop after so many {unit}, in place of minutes")
-    args.add_argument("--seed", type=whole, default=1, help="of all that is random (default 1)")
+    parser = Parser(description)
+    parser.add_argument("--minutes", type=minutes, default=budget, help=f"train for so long, and measure once more (default {budget:g})")
+    parser.add_argument(f"--{unit}", dest="steps", metavar="N", type=positive, help=f"stop after so many {unit}, in place of minutes")
+    parser.add_argument("--seed", type=whole, default=1, help="of all that is random (default 1)")
     if start:
         shown = Path(start).relative_to(models.CHECKPOINTS.parent)
-        args.add_argument("--from", dest="start", metavar="CHECKPOINT", default=start, help=f"the model to start from (default {shown})")
-        args.set_defaults(usual_start=start)
-    args.add_argument("--name", type=name, help="added to the run's folder, to keep it apart from others")
-    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
-    args.add_argument("--resume", action="store_true", help="go on with the run of this name; its earlier minutes and steps count")
-    args.add_argument("--overwrite", action="store_true", help="throw the run of this name away first")
-    return args
+        parser.add_argument("--from", dest="start", metavar="CHECKPOINT", default=start, help=f"the model to start from (default {shown})")
+        parser.set_defaults(usual_start=start)
+    parser.add_argument("--name", type=name, help="added to the run's folder, to keep it apart from others")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run of this name; its earlier minutes and steps count")
+    parser.add_argument("--overwrite", action="store_true", help="throw the run of this name away first")
+    return parser
 
 
 def file_hash(path):

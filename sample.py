@@ -10,7 +10,8 @@ import secrets
 
 import torch
 
-from data import DEMO, END, STORY_TOKENS, Parser, Problem, decode, encode, encoding, instruction, main_guard
+from cli import Parser, Problem, main_guard, positive, whole
+from data import DEMO, END, STORY_TOKENS, decode, encode, encoding, instruction
 from model import FINETUNED, for_writing, load_checkpoint, pick_device
 from rewards import check_words, words_used
 
@@ -108,19 +109,15 @@ def check_ask(words):
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("words", nargs="*", metavar="WORD", help="three words for the story to use (default: rain cake jump)")
-    args.add_argument("--count", type=int, default=1, help="how many stories to write (default 1)")
-    args.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-    args.add_argument("--seed", type=int, help="write the same again (default: another story each time)")
-    args.add_argument("--from", dest="start", metavar="FILE", default=FINETUNED, help="who writes (default checkpoints/finetuned/model.pt)")
-    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
-    args = args.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="three words for the story to use (default: rain cake jump)")
+    parser.add_argument("--count", type=positive, default=1, help="how many stories to write (default 1)")
+    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    parser.add_argument("--seed", type=whole, help="write the same again (default: another story each time)")
+    parser.add_argument("--from", dest="start", metavar="FILE", default=FINETUNED, help="who writes (default: the fine-tuned model)")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    args = parser.parse_args()
     words = check_ask(args.words or DEMO)
-    if args.count < 1:
-        raise Problem(f"--count {args.count}: at least one story")
-    if args.seed is not None and not 0 <= args.seed < 2**63:
-        raise Problem(f"--seed {args.seed}: a whole number from 0 on, below 2^63")
     device, dtype = pick_device(args.device)
     model = for_writing(load_checkpoint(args.start, device), dtype)
     generator = torch.Generator().manual_seed(secrets.randbits(32) if args.seed is None else args.seed)

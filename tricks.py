@@ -23,10 +23,10 @@ import model as models
 import ppo
 import sample
 from bench import ceiling, clock
-from data import STORY_TOKENS, Parser, main_guard, progress, say
+from cli import Parser, main_guard, positive, progress, say
+from data import STORY_TOKENS
 from evaluate import load_plain, write_json
 from memory import alone
-from run import count
 
 LEARNED = 32  # stories
 
@@ -91,11 +91,11 @@ def trial(task, left_out, device):
 
 
 def main():
-    args = Parser(__doc__)
-    args.add_argument("--repeats", type=count, default=3, help="times each is taken (default 3)")
-    args.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
-    args.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
-    args = args.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--repeats", type=positive, default=3, help="times each is taken (default 3)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
+    args = parser.parse_args()
     trials = [("writing", None), ("learning", None), *((task, name) for name, (task, *_) in TRICKS.items())]
     found = {each: [] for each in trials}
     for repeat in range(args.repeats):

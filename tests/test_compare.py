@@ -1,3 +1,4 @@
+import argparse
 import json
 import sys
 
@@ -9,7 +10,10 @@ import compare
 import data
 import dpo
 import draw
+import grpo
 import model as models
+import ppo
+import preferences
 import run as runs
 
 FIGURES = {
@@ -70,6 +74,35 @@ def test_a_script_that_fails_is_named(monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text("raise SystemExit(1)")
     with pytest.raises(data.Problem, match=r"python broken.py --kl 0 failed"):
         compare.execute(["broken.py", "--kl", 0])
+
+
+@pytest.mark.parametrize("budget", [("--rollouts", 4), ("--minutes", 2)])
+def test_the_scripts_take_the_commands_that_they_are_given(commands, workshop, monkeypatch, budget):
+    class Taken(Exception):
+        pass
+
+    def taken(args, kind):
+        raise Taken(f"{kind}-{args.name}" + f"-seed-{args.seed}" * (args.seed != 1))
+
+    for script in ppo, grpo, dpo:
+        monkeypatch.setattr(script, "Run", taken)
+    monkeypatch.setattr(dpo, "load_pairs", lambda path: ([], runs.file_hash(models.FINETUNED)))
+    monkeypatch.setattr(preferences, "load_checkpoint", lambda path, device: taken(argparse.Namespace(name="", seed=1), "preferences"))
+    told, leave = [], compare.execute
+
+    def parse(command):
+        script, *rest = map(str, command)
+        with monkeypatch.context() as shell:
+            shell.setattr(sys, "argv", [script, *rest])
+            with pytest.raises(Taken) as found:  # a flag that is not known would be a SystemExit
+                {"ppo.py": ppo, "grpo.py": grpo, "dpo.py": dpo, "preferences.py": preferences}[script].main()
+        told.append(str(found.value))
+        leave(command)
+
+    monkeypatch.setattr(compare, "execute", parse)
+    commands(*budget, "--seeds", 2)
+    names = [compare.folder_of(method, f"{budget[0][2:]}-{budget[1]}", seed) for method in compare.METHODS for seed in (1, 2)]
+    assert sorted(told) == sorted([*names, "preferences-", "preferences-"])
 
 
 def trained(commands):

@@ -219,9 +219,9 @@ def test_the_script_and_the_comparison_measure_on_all_200_held_out_asks(workshop
 
 def test_the_script_wants_a_checkpoint_and_a_story(workshop, monkeypatch):
     monkeypatch.setattr(evaluate, "CHECKPOINTS", workshop / "nothing")
-    for args, complaint in ([], "no checkpoint below"), (["--stories", "0"], "at least one"):
+    for args, complaint in ([], data.Problem), (["--stories", "0"], SystemExit):
         monkeypatch.setattr(sys, "argv", ["evaluate.py", "--device", "cpu", *args])
-        with pytest.raises(data.Problem, match=complaint):
+        with pytest.raises(complaint):
             evaluate.main()
 
 
