@@ -12,17 +12,17 @@ PAGES = [TOP / "README.md", TOP / "checkpoints" / "README.md", *sorted((TOP / "d
 MEASURED = re.compile(r"^## (What to expect|The commands|Figures)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"(?<![\w.,-])-?\d[\d,]*(?:\.\d+)?%?(?![\w-])")
 SOURCES = {  # page: the results that its figures come from, or, after a colon, those whose key begins so
-    "README.md": "training compare-minutes-10 memory speed",
+    "README.md": "training compare-minutes-10 compare-rollouts-32 memory speed",
     "checkpoints/README.md": "training",
     "01-stories-and-tokens.md": "training",
     "02-model-and-pretraining.md": "training",
     "03-finetuning.md": "training compare-minutes-10",
-    "04-writing.md": "training",
+    "04-writing.md": "training speed",
     "05-measuring.md": "training compare-minutes-10",
     "06-ppo.md": "training compare-minutes-10 compare-minutes-10-logs:ppo",
     "07-grpo.md": "training compare-minutes-10 compare-minutes-10-logs:grpo",
     "08-preferences-and-dpo.md": "compare-minutes-10",
-    "09-comparison.md": "compare-minutes-10",
+    "09-comparison.md": "compare-minutes-10 compare-rollouts-32",
     "10-memory.md": "memory",
     "11-speed.md": "speed tricks training compare-minutes-10",
 }
