@@ -1,4 +1,4 @@
-"""The command line, the same for every script: flags, what they take, one line for a problem, a bar for progress."""
+"""The command line, the same for every script: a parser, what flags take, one line for a problem, a bar for progress."""
 
 import argparse
 import contextlib

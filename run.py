@@ -186,13 +186,12 @@ class Run:
         return vars(self).pop("state")
 
     def report(self, model, parts, unit, reference=None):
-        """Measure on held-out asks and plain stories, log and print it with the demo story, save what a resumed run needs."""
+        """Measure on held-out asks and plain stories, log and print it with the demo story, keep the model."""
         self.save_state(**parts)  # first, so that a second Ctrl-C does not cost the steps before it
         figures = evaluate.measure(model, self.precision, load_instructions()[:MEASURE_ASKS], 2, evaluate.load_plain(), reference)
         story = write(models.for_writing(model, self.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
         names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}
-        self.log({name: figures[key] for name, key in names.items() if figures[key] is not None})
-        self.log({"demo/story": story})
+        self.log({name: figures[key] for name, key in names.items() if figures[key] is not None} | {"demo/story": story})
         kl = "" if figures["kl"] is None else f", KL {figures['kl']:.2f}"
         say(
             f"held-out asks after {self.steps} {unit}s: words used {figures['words_used']:.1%}, ended {figures['ended']:.0%}, "
@@ -208,11 +207,9 @@ class Run:
         the state saved where it is due; `finish`.
         """
 
-        def report():
-            if not (self.folder / f"{unit}-{self.steps}.pt").exists():
-                self.report(model, parts, unit, reference)
-
-        if self.steps % every == 0:  # a resumed run makes up for one that was broken off
+        reported = lambda: (self.folder / f"{unit}-{self.steps}.pt").exists()
+        report = lambda: self.report(model, parts, unit, reference)
+        if self.steps % every == 0 and not reported():  # a resumed run makes up for one that was broken off
             report()
         while not self.over():
             self.steps += 1
@@ -221,7 +218,9 @@ class Run:
                 report()
             elif self.due():
                 self.save_state(**parts)
-        if self.steps:
+        if reported():
+            self.save_state(**parts)  # its clock went on while it was measured
+        elif self.steps:
             report()
         self.finish(model, unit)
 

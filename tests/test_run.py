@@ -442,6 +442,18 @@ def test_the_last_evaluation_takes_no_minutes_of_a_run_and_those_on_the_way_do(q
     assert models.read(folder / "model.pt")["minutes"] == 16 and models.read(folder / "model.pt")["steps"] == 4
 
 
+def test_a_run_whose_time_ends_in_an_evaluation_is_complete(quick, workshop, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(evaluate, "measure", lambda *args, real=evaluate.measure: (now.__setitem__(0, now[0] + 240), real(*args))[1])
+    monkeypatch.setattr(ppo, "MEASURE_EVERY", 1)
+    quick(grpo, "--minutes", 6)  # 4 before the first rollout, 8 after it
+    assert state(workshop, "grpo/kl-0.05")["run"]["minutes"] == 8
+    assert models.read(workshop / "checkpoints/grpo/kl-0.05/model.pt")["minutes"] == 8
+    quick(grpo, "--minutes", 6, "--resume")
+    assert "it is complete, after 8.0 minutes and 1 steps" in capsys.readouterr().out
+
+
 def test_a_run_that_is_stopped_early_is_not_taken_for_complete_because_it_was_measured(quick, workshop, interrupt, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
