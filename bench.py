@@ -24,7 +24,7 @@ import model as models
 import ppo
 from cli import Parser, Problem, main_guard, positive, progress, say
 from data import STORY_TOKENS, VOCABULARY
-from evaluate import SCORED, for_json, write_json
+from evaluate import SCORED, write_json
 from memory import peak, random_stories
 from model import Config, StoryModel, for_writing, pack, token_log_probs
 from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, optimizers, train_step
@@ -171,7 +171,7 @@ def main():
     if args.json:
         command = shlex.join(["python", "bench.py", "--repeats", str(args.repeats), *["--only", *args.only] * any(args.only)])
         content = {"command": command, "device": str(device), "dtype": str(dtype), "peak_memory_gib": gib, "figures": results}
-        write_json(args.json, for_json(content))
+        write_json(args.json, content)
 
 
 if __name__ == "__main__":

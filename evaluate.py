@@ -170,14 +170,18 @@ def table_row(row):
     )
 
 
-def for_json(row):
-    """A row of figures as JSON can hold it, which knows no NaN."""
-    return {key: None if value != value else value for key, value in row.items()}
+def for_json(content):
+    """Figures, in dicts and lists, as JSON can hold them, which knows no NaN."""
+    if isinstance(content, dict):
+        return {key: for_json(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [for_json(value) for value in content]
+    return None if content != content else content
 
 
 def write_json(path, content):
     """Write figures to a file, indented; the old file stays whole until the new one is."""
-    data.write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+    data.write_whole(path, (json.dumps(for_json(content), indent=2) + "\n").encode())
 
 
 def main():
@@ -206,7 +210,7 @@ def main():
         rows.append({"name": name, **figures})
         say(f"{name:{width}}  {table_row(rows[-1])}")
         if args.json:
-            write_json(args.json, {"models": [for_json(row) for row in rows]})
+            write_json(args.json, {"models": rows})
 
 
 if __name__ == "__main__":

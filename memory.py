@@ -20,7 +20,7 @@ import grpo
 import ppo
 from cli import Parser, Problem, main_guard
 from data import STORY_TOKENS, VOCABULARY
-from evaluate import for_json, write_json
+from evaluate import write_json
 from model import Config, Precision, StoryModel, pack
 
 MIB = 2**20
@@ -123,7 +123,7 @@ def main():
             flush=True,
         )
     if args.json:
-        write_json(args.json, {"command": "python memory.py", "methods": [for_json(row) for row in rows]})
+        write_json(args.json, {"command": "python memory.py", "methods": rows})
 
 
 if __name__ == "__main__":
