@@ -17,7 +17,7 @@ import evaluate
 from cli import Problem, main_guard, progress, say
 from data import DEMO, STORY_TOKENS, bounds, decode, encode, instruction, load_instructions, load_tokens, read_words
 from model import CHECKPOINTS, pack
-from pretrain import optimizers, set_rate, train_step
+from pretrain import Shuffle, optimizers, set_rate, train_step
 from run import MEASURE_ASKS, Run, flags
 
 STORIES = 16  # a step
@@ -36,7 +36,7 @@ class Instructions:
         self.kinds = [set(read_words(kind)) for kind in ("nouns", "verbs", "adjectives")]
         self.held_out = {frozenset(words) for words in [*load_instructions(), DEMO]}
         self.asked = Counter()
-        self.order = np.empty(0, dtype=np.int64)
+        self.order = Shuffle(len(self.bounds), random)
 
     def words(self, text):
         """Three listed words that a text uses, one of each kind, in random order; None where it lacks a kind, or where
@@ -63,20 +63,17 @@ class Instructions:
 
     def __next__(self):
         for _ in range(2 * len(self.bounds)):  # one whole pass at least
-            if not len(self.order):
-                self.order = self.random.permutation(len(self.bounds))
-            start, end = self.bounds[self.order[-1]]
-            self.order = self.order[:-1]
+            start, end = self.bounds[next(self.order)]
             story = self.tokens[start:end].tolist()
             if words := self.words(decode(story)):
                 return words, story
         raise Problem(f"no story of data/train.bin has a listed noun, verb and adjective within {STORY_TOKENS} tokens: run python data.py")
 
     def state_dict(self):
-        return {"order": torch.from_numpy(self.order.copy()), "asked": dict(self.asked)}
+        return {"order": torch.from_numpy(self.order.left), "asked": dict(self.asked)}
 
     def load_state_dict(self, state):
-        self.order, self.asked = state["order"].numpy(), Counter(state["asked"])
+        self.order.left, self.asked = state["order"].numpy(), Counter(state["asked"])
 
 
 def asked_count(share):

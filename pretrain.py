@@ -104,6 +104,20 @@ def grow(model, layers):
     return deeper
 
 
+class Shuffle:
+    """An endless stream of the numbers below `count`, in a new order each time round."""
+
+    def __init__(self, count, random):
+        self.count, self.random = count, random
+        self.left = np.empty(0, dtype=np.int64)
+
+    def __next__(self):
+        if not len(self.left):
+            self.left = self.random.permutation(self.count)
+        number, self.left = self.left[-1], self.left[:-1]
+        return number
+
+
 class Rows:
     """An endless stream of rows, (rows, CONTEXT + 1) tokens: shuffled stories, each row beginning with a story.
 
@@ -111,9 +125,8 @@ class Rows:
     """
 
     def __init__(self, tokens, random):
-        self.tokens, self.random = tokens, random
-        self.bounds = bounds(tokens)
-        self.order, self.left = np.empty(0, dtype=np.int64), None
+        self.tokens, self.bounds = tokens, bounds(tokens)
+        self.order, self.left = Shuffle(len(self.bounds), random), None
 
     def row(self):
         """The next CONTEXT + 1 tokens."""
@@ -122,9 +135,7 @@ class Rows:
             parts.append(self.left)
             size += len(self.left)
         while size <= CONTEXT:
-            if not len(self.order):
-                self.order = self.random.permutation(len(self.bounds))
-            (start, end), self.order = self.bounds[self.order[-1]], self.order[:-1]
+            start, end = self.bounds[next(self.order)]
             parts.append(self.tokens[start:end])
             size += end - start
         self.left = parts[-1] if size > CONTEXT + 1 and len(parts[-1]) <= CONTEXT and len(parts) > 2 else None
@@ -132,10 +143,10 @@ class Rows:
 
     def state_dict(self):
         left = None if self.left is None else torch.from_numpy(self.left.astype(np.int64))
-        return {"order": torch.from_numpy(self.order), "left": left}
+        return {"order": torch.from_numpy(self.order.left), "left": left}
 
     def load_state_dict(self, state):
-        self.order = state["order"].numpy()
+        self.order.left = state["order"].numpy()
         self.left = None if state["left"] is None else state["left"].numpy().astype(np.uint16)
 
     def batch(self, rows):

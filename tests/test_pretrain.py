@@ -159,7 +159,7 @@ def test_rows_go_on_where_their_state_was_taken(monkeypatch):
         one, other = (pretrain.Rows(tokens, np.random.default_rng(0)) for _ in range(2))
         one.batch(taken)
         other.load_state_dict(one.state_dict())
-        other.random.bit_generator.state = one.random.bit_generator.state
+        other.order.random.bit_generator.state = one.order.random.bit_generator.state
         assert torch.equal(one.batch(20), other.batch(20))
 
 
