@@ -2,6 +2,7 @@
 
 python sample.py kite river brave                 one story, printed as it is written
 python sample.py --count 8 --seed 3               eight about rain, cake and jump, with their scores
+python sample.py --temperature 0.5 --top-k 40     more of what is likely
 python sample.py --greedy --from checkpoints/grpo/kl-0.05/model.pt
 """
 
@@ -10,13 +11,14 @@ import secrets
 
 import torch
 
-from cli import Parser, Problem, main_guard, positive, whole
+from cli import Parser, Problem, kind, main_guard, positive, whole
 from data import DEMO, END, STORY_TOKENS, decode, encode, encoding, instruction
 from model import FINETUNED, for_writing, load_checkpoint, pick_device
 from rewards import check_words, words_used
 
 ROWS = 128  # stories written at once
 LEAVE_AT = 1 / 8  # the share of rows that must have ended for them to be dropped, which copies the cache
+warmth = kind(float, lambda value: value == 0 or 0.01 <= value <= 100, "0 or a number from 0.01 to 100")
 
 
 def choose(logits, uniforms, temperature=1.0, top_k=None):
@@ -88,10 +90,10 @@ def generate(model, prompts, max_tokens, temperature=1.0, top_k=None, generator=
     return stories
 
 
-def write(model, words, max_tokens=STORY_TOKENS, temperature=1.0, generator=None, show=lambda piece: None):
+def write(model, words, max_tokens=STORY_TOKENS, temperature=1.0, top_k=None, generator=None, show=lambda piece: None):
     """Write one story with these words, as text. `show` is called with each piece of text as soon as it is written."""
     text, pieces = "", codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
-    for _, tokens in tokens_written(model, [encode(instruction(words))], max_tokens, temperature, None, generator):
+    for _, tokens in tokens_written(model, [encode(instruction(words))], max_tokens, temperature, top_k, generator):
         if (token := tokens.item()) != END:
             text += (piece := pieces.decode(encoding().decode_single_token_bytes(token)))
             show(piece)
@@ -112,7 +114,9 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("words", nargs="*", metavar="WORD", help="three words for the story to use (default: rain cake jump)")
     parser.add_argument("--count", type=positive, default=1, help="how many stories to write (default 1)")
-    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    parser.add_argument("--temperature", type=warmth, default=1.0, help="below 1 likely tokens become likelier (default 1)")
+    parser.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, help="always take the likeliest token")
+    parser.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest tokens (default: from all)")
     parser.add_argument("--seed", type=whole, help="write the same again (default: another story each time)")
     parser.add_argument("--from", dest="start", metavar="FILE", default=FINETUNED, help="who writes (default: the fine-tuned model)")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
@@ -121,14 +125,14 @@ def main():
     device, dtype = pick_device(args.device)
     model = for_writing(load_checkpoint(args.start, device), dtype)
     generator = torch.Generator().manual_seed(secrets.randbits(32) if args.seed is None else args.seed)
-    temperature = 0.0 if args.greedy else 1.0
+    how = {"temperature": args.temperature, "top_k": args.top_k, "generator": generator}
     if args.count == 1:
-        write(model, words, temperature=temperature, generator=generator, show=lambda piece: print(piece, end="", flush=True))
+        write(model, words, **how, show=lambda piece: print(piece, end="", flush=True))
         print()
         return
     prompts = [encode(instruction(words))] * args.count
     for start in range(0, args.count, ROWS):
-        for story in generate(model, prompts[start : start + ROWS], STORY_TOKENS, temperature, generator=generator):
+        for story in generate(model, prompts[start : start + ROWS], STORY_TOKENS, **how):
             text = decode(story)
             print(f"--- words used {words_used(text, words):.2f}, {len(story)} tokens{', cut off' * (story[-1] != END)}\n{text}\n")
 

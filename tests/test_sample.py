@@ -216,12 +216,24 @@ def test_the_script_prints_one_story_or_several_with_their_scores(workshop, monk
     start = ["--from", str(workshop / "checkpoints" / "finetuned" / "model.pt"), "--device", "cpu"]
     greedy = script(monkeypatch, capsys, *start, "--greedy")
     assert greedy == script(monkeypatch, capsys, *start, "--greedy", "rain", "Cake", "jump") != ""
+    for same in ["--temperature", "0"], ["--top-k", "1"]:  # one token to draw from is the likeliest
+        assert script(monkeypatch, capsys, *start, *same) == greedy
+    drawn = [script(monkeypatch, capsys, *start, "--seed", "1", "--temperature", warmth) for warmth in ("1", "3")]
+    assert drawn[0] == script(monkeypatch, capsys, *start, "--seed", "1") != drawn[1]
     several = script(monkeypatch, capsys, *start, "--count", "3", "--seed", "1")
     assert several.count("--- words used 0.00, 12 tokens, cut off\n") == 3
     with monkeypatch.context() as smaller:
         smaller.setattr(sample, "ROWS", 2)  # at once
         assert script(monkeypatch, capsys, *start, "--count", "3", "--seed", "1").count("--- words used 0.00, 12 tokens") == 3
     assert several == script(monkeypatch, capsys, *start, "--count", "3", "--seed", "1")
-    with pytest.raises(SystemExit):
-        script(monkeypatch, capsys, *start, "--count", "0")
-    assert "--count: '0' is not a whole number of 1 or more" in capsys.readouterr().err
+    assert several != script(monkeypatch, capsys, *start, "--count", "3", "--seed", "1", "--temperature", "3")
+    first = script(monkeypatch, capsys, *start, "--count", "2", "--top-k", "1").split("\n---")[0].split("\n", 1)[1]
+    assert first.strip() and greedy.strip().startswith(first.strip())  # the one story above has no 12 tokens' limit
+    for flag, value, wanted in [
+        ("--count", "0", "a whole number of 1 or more"),
+        ("--top-k", "0", "a whole number of 1 or more"),
+        *[("--temperature", value, "0 or a number from 0.01 to 100") for value in ("-1", "nan", "inf", "1e-9")],
+    ]:
+        with pytest.raises(SystemExit):
+            script(monkeypatch, capsys, *start, flag, value)
+        assert f"{flag}: '{value}' is not {wanted}" in capsys.readouterr().err
