@@ -6,8 +6,8 @@
 
 The ceiling is the rate of plain matrix products of the model's shapes, in FLOP/s, measured right before and right after
 each figure, since the machine's speed may drift within minutes: a share of the mean of the two drifts less than seconds
-do. The arithmetic counted is that of real tokens alone: 2 x parameters for a token read or written, 6 x parameters for one
-learned from.
+do. The arithmetic counted is that of the stories' tokens alone: 2 x parameters for a token read or written, 6 x parameters
+for one learned from.
 """
 
 import shlex

@@ -3,12 +3,12 @@
     python compare.py --rollouts 32 --seeds 5       equal rollouts: this is what compares the methods
     python compare.py --minutes 10 --seeds 2        equal minutes: this is what a reader sees
 
-The methods run in turn, each seed starting with a different one, so that a machine that drifts favours none. Ctrl-C
+The methods run in turn, each seed starting with the next of them, so that a machine that drifts favours none. Ctrl-C
 ends it; the same command goes on where it stopped, and skips what is there. A run keeps about half a gigabyte in
 checkpoints/.
 
-DPO learns from as many stories as the others write, written before its run by the model it starts from, and computes
-gradients for as many. With --minutes it has the pairs of 8 rollouts' stories, and writing them is not counted.
+DPO's pairs are the best and the worst of as many stories as the others write, written before its run by the model it starts
+from, and it computes gradients for as many. With --minutes it has the pairs of 8 rollouts' stories, and writing them is not counted.
 """
 
 import importlib.util

@@ -200,7 +200,7 @@ def write_tokens(stories, path):
 
 
 def load_tokens(name):
-    """The tokens of data/NAME.bin, memory-mapped: nothing is read before it is used."""
+    """The tokens of data/NAME.bin, memory-mapped: never copied into memory whole."""
     path, known = FOLDER / f"{name}.bin", FOLDER / ENCODED_WITH
     if not path.exists() or path.stat().st_size < 2:
         raise Problem(f"there is no {path}: run python data.py, or python data.py FILE for stories of your own")

@@ -2,8 +2,8 @@
 
     python memory.py                            a table; --json FILE writes it too
 
-Each method does two minibatches of its update, twice, in a process of its own, on random stories of 200 tokens and in
-float32, on the CPU. The peak is what the process held at most, less what it held before there was a model.
+Each method does two minibatches of its update, twice (DPO four), in a process of its own, on random stories of 200 tokens
+and in float32, on the CPU. The peak is what the process held at most, less what it held before there was a model.
 """
 
 import concurrent.futures

@@ -258,7 +258,7 @@ def pack(prompts, stories, device="cpu"):
 def story_channels(model, tokens, mask):
     """The channels from which each story token is predicted: (story tokens of the whole batch, channels).
 
-    Only real tokens are computed: what follows a story's last token, and its padding, costs nothing.
+    Only real tokens are computed: what follows a story's last token, and its padding, costs nothing but in attention.
     """
     chosen = mask.bool()
     real = chosen.flip(1).cumsum(1).flip(1) > 0  # (stories, longest - 1): up to the last story token's predecessor

@@ -4,8 +4,8 @@
     python preferences.py --asks 1000 --stories 8 --out more.jsonl
     python preferences.py --resume                   go on where it stopped
 
-A line a pair: the ask, and chosen and rejected with score, token ids and text each. Asks whose stories all score alike
-give no pair. Nobody is asked for an opinion: the preferences are the reward's.
+The first line holds the settings, each other one a pair: the ask, and chosen and rejected with score, token ids and text
+each. Asks whose stories all score alike give no pair. Nobody is asked for an opinion: the preferences are the reward's.
 """
 
 import json
