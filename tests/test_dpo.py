@@ -121,6 +121,21 @@ def test_a_run_logs_what_its_page_lists_and_is_measured_along_the_way(quick, wor
     assert [event.step for event in drift] == [0, 2, 3] and drift[0].value == 0
 
 
+def test_each_step_has_16_other_pairs_at_the_rate_of_the_docs_and_no_weight_decays(quick, workshop, written, monkeypatch):
+    seen, made = [], dpo.step
+
+    def listening(model, reference, optimizer, pairs, *rest):
+        seen.append([tuple(pair["ask"]) for pair in pairs])
+        return made(model, reference, optimizer, pairs, *rest)
+
+    monkeypatch.setattr(dpo, "step", listening)
+    quick(dpo, "--pairs", written, "--steps", 6)
+    assert all(len(set(asks)) == 16 for asks in seen)
+    assert len({frozenset(asks) for asks in seen}) > 1 and len(set().union(*seen)) == 20  # of 20
+    (group,) = models.read(workshop / "checkpoints/dpo/beta-0.1/state.pt")["optimizer"]["param_groups"]
+    assert (group["lr"], group["weight_decay"]) == (2e-5, 0)
+
+
 def test_pairs_that_another_model_wrote_are_refused_before_anything_is_made(quick, workshop, written):
     models.save_checkpoint(workshop / "checkpoints" / "finetuned" / "model.pt", tiny_model(1))
     with pytest.raises(data.Problem, match="another model"):

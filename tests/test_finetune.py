@@ -176,6 +176,22 @@ def test_fine_tuning_that_ctrl_c_stopped_goes_on_to_the_numbers_of_one_left_alon
         assert all(torch.equal(a[key], b[key]) for a, b in pairs for key in a)
 
 
+def test_a_run_has_half_of_pretrainings_rates_their_schedule_and_a_count_that_falls(tuning, monkeypatch):
+    seen = []
+
+    def listening(model, optimizers, batches, precision):
+        ((_, counts),) = batches
+        seen.append((*(optimizer.param_groups[0]["lr"] for optimizer in optimizers), counts.max().item()))
+        return 1.0
+
+    monkeypatch.setattr(finetune, "train_step", listening)
+    tuning("--steps", 100, "--name", "x")
+    muon, adam, counts = zip(*seen)
+    scales = [min(1, (step / 100 + 1e-3) / 0.01, (1 - step / 100) / 0.6) for step in range(100)]
+    assert muon == pytest.approx([0.01 * scale for scale in scales]) and adam == pytest.approx([0.0015 * scale for scale in scales])
+    assert (counts[0], counts[35], counts[-1]) == pytest.approx((10, 7, 4))
+
+
 def test_fine_tuning_starts_from_the_pretrained_model_and_writes_one_in_bfloat16(tuning, workshop, capsys):
     tuning("--steps", 1, "--name", "x")
     content = torch.load(workshop / "checkpoints/finetuned-x/model.pt", weights_only=True)

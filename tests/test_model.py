@@ -126,6 +126,18 @@ def test_padded_equals_unpadded(tiny):
     torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_no_matrix_is_multiplied_with_padding_and_no_logit_is_made_of_a_prompt(tiny, monkeypatch):
+    prompts, stories = [[1, 2, 3], [4]], [[5, 6], [7, 8, 9, 10, 11, 12]]
+    rows = []
+    for part in tiny.blocks[0].feed_forward.up, tiny.blocks[1].attention.q:
+        part.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[:-1].numel()))
+    logits = models.StoryModel.logits
+    monkeypatch.setattr(models.StoryModel, "logits", lambda self, read: rows.append(len(read)) or logits(self, read))
+    models.token_log_probs(tiny, *models.pack(prompts, stories))
+    assert rows == [4 + 6, 4 + 6, 2 + 6]  # the last token of each story predicts nothing
+
+
 def test_a_text_beyond_the_context_is_refused(tiny):
     tiny(random_tokens(1, 256))
     with pytest.raises(ValueError, match="257 tokens"):

@@ -407,6 +407,16 @@ def test_drift_is_summed_over_a_storys_tokens_and_averaged_over_stories(quick, l
     assert logged["rollout/kl", 1] == pytest.approx(1.5 * (1 - math.log(2)), rel=1e-4)
 
 
+def test_the_critic_is_judged_by_a_rollout_before_it_learns_from_it(quick, logged, monkeypatch):
+    """At zero it explains nothing of the first one's rewards: the variance that is left is all of it."""
+    left = iter([0.0, 1.0] * 16)
+    monkeypatch.setattr(ppo, "words_used", lambda *_: next(left))
+    monkeypatch.setattr(ppo, "generate", lambda *_: [[5, 6, 7]] * 16)
+    quick(ppo, "--rollouts", 2)
+    assert logged["critic/loss", 1] == 0.5 and logged["critic/explained_variance", 1] == 0
+    assert logged["critic/loss", 2] != 0.5
+
+
 def test_the_speed_counts_writing_and_update(quick, logged, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(ppo.time, "perf_counter", lambda: now[0])
@@ -427,10 +437,10 @@ def test_the_speed_counts_writing_and_update(quick, logged, monkeypatch):
 def test_an_evaluation_is_of_the_policy_on_held_out_asks_with_each_figure_under_its_name(quick, logged, monkeypatch):
     seen, trained, made = [], [], ppo.rollout
     told = {"words_used": 0.1, "ended": 0.2, "plain_bits_per_byte": 0.3, "kl": None}
-    monkeypatch.setattr(evaluate, "measure", lambda model, precision, asks, *rest: seen.append((model, asks)) or told)
+    monkeypatch.setattr(evaluate, "measure", lambda model, precision, asks, each, *rest: seen.append((model, asks, each)) or told)
     monkeypatch.setattr(ppo, "rollout", lambda model, *rest: trained.append(model) or made(model, *rest))
     quick(grpo, "--rollouts", 1)
-    assert len(seen) == 2 and all(model is trained[0] and asks == data.load_instructions()[:2] for model, asks in seen)
+    assert len(seen) == 2 and all(seen[row] == (trained[0], data.load_instructions()[:2], 2) for row in range(2))
     assert [logged[f"eval/{name}", 0] for name in ("words_used", "ended", "plain_loss")] == [0.1, 0.2, 0.3]
 
 

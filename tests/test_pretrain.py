@@ -231,6 +231,23 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(small, monkeypatch, stop
     assert all(torch.equal(weight, other["model"][name]) for name, weight in one["model"].items())
 
 
+def test_a_run_s_rates_are_those_of_the_schedule(small, monkeypatch):
+    seen = []
+
+    def listening(model, both, *_):
+        seen.append([optimizer.param_groups[0]["lr"] for optimizer in both])
+        return 1.0
+
+    monkeypatch.setattr(pretrain, "train_step", listening)
+    pretrained(monkeypatch, "--steps", "100")
+    scales = [min(1, (step / 100 + 1e-3) / 0.01, (1 - step / 100) / 0.6) for step in range(100)]
+    assert seen == [pytest.approx([0.02 * scale, 0.003 * scale]) for scale in scales]
+
+
+def test_the_shipped_model_grew_from_2_layers_over_4_to_8_at_30_and_75_percent_of_the_time():
+    assert pretrain.GROWTH == {0.0: 2, 0.3: 4, 0.75: 8} and models.Config().layers == 8
+
+
 def test_pretraining_lowers_the_loss_and_writes_a_checkpoint_in_bfloat16(small, monkeypatch, capsys):
     losses = pretrained(monkeypatch, "--steps", "30")
     assert losses[0] == pytest.approx(np.log(4096), rel=0.01)  # a new model knows nothing
