@@ -31,19 +31,26 @@ from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, optimizers, train_step
 from sample import generate
 
 
-def clock(work):
-    """Seconds that a call takes."""
-    start = time.perf_counter()
-    work()
+def wait():
+    """Until an accelerator has done what it was told."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     elif torch.backends.mps.is_available():
         torch.mps.synchronize()
+
+
+def clock(work):
+    """Seconds that a call takes."""
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
     return time.perf_counter() - start
 
 
-def ceiling(device, dtype, config, rows=2048):
-    """FLOP/s of the matrix products of one pass through the model, 2048 tokens at a time, in one precision."""
+def ceiling(device, dtype, config, part=1):
+    """FLOP/s of the matrix products of one pass through the model in one precision, a part of so many tokens at a time."""
+    rows = (2048 if device.type == "cpu" else 65536) // part  # an accelerator is done with 2048 before it is told of more
     block = [(config.channels, config.channels)] * 4 + [(config.channels, config.hidden)] * 2 + [(config.hidden, config.channels)]
     shapes = block * config.layers + [(config.channels, config.vocabulary)]
     pairs = {shape: [torch.randn(rows, shape[0]), torch.randn(*shape)] for shape in set(shapes)}
@@ -95,13 +102,13 @@ class Bench:
         rewards = torch.rand(ppo.STORIES, device=self.device)
         batch = ppo.Rollout([], rewards, tokens, mask, zero, zero, zero, 0.0)
         method = grpo.GRPO()
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         advantages = method.advantages(batch)[0]
         work = lambda: ppo.update(self.model, optimizer, batch, advantages, method, 0.05, self.precision)
         return work, ppo.EPOCHS * ppo.STORIES * STORY_TOKENS, 6
 
     def rollout(self, model, method):
-        optimizer, asks = torch.optim.AdamW(model.parameters(), lr=0.0), method.ask(np.random.default_rng(1))
+        optimizer, asks = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True), method.ask(np.random.default_rng(1))
 
         def work():
             batch = ppo.rollout(model, model, asks, self.precision)
@@ -144,8 +151,8 @@ def main():
         raise Problem(f"no figure's name holds {' or '.join(args.only)}: {', '.join(figures)}")
     print(f"{device}, {dtype}, {torch.get_num_threads()} threads, {bench.parameters / 1e6:.1f}M parameters")
     for precision in torch.float32, torch.bfloat16:
-        rows = 2048 if precision == dtype else 64  # the other one may be emulated, and take minutes
-        rates = [ceiling(device, precision, Config(), rows) for _ in range(args.repeats + 1)][1:]
+        part = 1 if precision == dtype else 32  # the other one may be emulated, and take minutes
+        rates = [ceiling(device, precision, Config(), part) for _ in range(args.repeats + 1)][1:]
         print(f"matrix products in {str(precision)[6:]:10} {statistics.median(rates) / 1e12:.3f} TFLOP/s")
     works = {name: figures[name][0]() for name in chosen}
     rates, shares = {name: [] for name in chosen}, {name: [] for name in chosen}

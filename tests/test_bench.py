@@ -54,7 +54,7 @@ def test_the_ceilings_arithmetic_is_that_of_all_matrices_that_a_token_passes(mon
     monkeypatch.setattr(bench, "clock", lambda work: 1.0)
     model = models.StoryModel(TINY)
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
-    assert bench.ceiling(torch.device("cpu"), torch.float32, TINY, rows=7) == 2 * 7 * matrices
+    assert bench.ceiling(torch.device("cpu"), torch.float32, TINY, part=256) == 2 * 8 * matrices
 
 
 def test_an_endless_model_writes_to_the_last_token():
