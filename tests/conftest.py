@@ -41,13 +41,16 @@ def tiny_model(seed=0, vocabulary=data.VOCABULARY, context=256):
 
 @pytest.fixture
 def workshop(tmp_path, monkeypatch):
-    """Runs and checkpoints go to a temporary folder, with a tiny fine-tuned model in it."""
+    """Runs and checkpoints go to a temporary folder, with a tiny fine-tuned model in it; the CPU computes in float32."""
     checkpoints = tmp_path / "checkpoints"
     for module in (dpo, evaluate, finetune, models, ppo, preferences, sample):
         for name, path in ("CHECKPOINTS", checkpoints), ("FINETUNED", checkpoints / "finetuned" / "model.pt"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, path)
     monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    monkeypatch.setenv("STORY_FLOAT32", "1")  # so that figures are the same on every machine
+    for device in torch.cuda, torch.backends.mps:
+        monkeypatch.setattr(device, "is_available", lambda: False)
     models.save_checkpoint(checkpoints / "finetuned" / "model.pt", tiny_model())
     return tmp_path
 
@@ -55,7 +58,6 @@ def workshop(tmp_path, monkeypatch):
 @pytest.fixture
 def quick(workshop, monkeypatch):
     """A function that runs a script's `main` with some flags: short stories, small rollouts, two asks to measure on."""
-    monkeypatch.setenv("STORY_FLOAT32", "1")
     for module in ppo, evaluate, preferences:
         monkeypatch.setattr(module, "STORY_TOKENS", 12)
     monkeypatch.setattr(ppo, "STORIES", 16)
