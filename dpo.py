@@ -76,7 +76,7 @@ def main():
         raise Problem(f"another model than {args.start} wrote {args.pairs}: make pairs with python preferences.py --from {args.start}")
     run = Run(args, f"dpo/beta-{args.beta:g}")
     model, reference = run.base, copy.deepcopy(run.base)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     parts = {"model": model, "optimizer": optimizer}
     known = file_hash(args.pairs)
     if args.resume and run.load_state(**parts).get("pairs") != known:

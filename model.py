@@ -61,11 +61,11 @@ class Real:
     def spread(self, x):
         """(real tokens, channels) -> (stories, tokens, channels), zeros on the padding."""
         padded = x.new_zeros(self.shape.numel(), x.shape[-1])
-        return padded.index_put((self.places,), x).view(*self.shape, -1)
+        return padded.index_put_((self.places,), x).view(*self.shape, -1)
 
     def gather(self, x):
         """The reverse: (stories, tokens, channels) -> (real tokens, channels)."""
-        return x.flatten(0, 1)[self.places]
+        return x.flatten(0, 1).index_select(0, self.places)  # faster backwards than x[places]
 
 
 class Cache:
@@ -84,10 +84,10 @@ class Cache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def keep(self, rows):
-        """Drop all rows but those where the mask `rows` is true."""
+        """Drop all rows but these, numbers (rows,)."""
         for name in "keys", "values":
             old = getattr(self, name)
-            new = old.new_empty(int(rows.sum()), *old.shape[1:])
+            new = old.new_empty(len(rows), *old.shape[1:])
             new[:, :, : self.length] = old[rows, :, : self.length]
             setattr(self, name, new)
 
@@ -107,6 +107,7 @@ class Attention(nn.Module):
         if real is not None:  # attention alone needs the rows side by side
             q, k, v = real.spread(q), real.spread(k), real.spread(v)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
+        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (stories, heads, tokens, channels / heads)
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -174,7 +175,7 @@ class StoryModel(nn.Module):
             raise Problem(f"{end} tokens do not fit a context of {self.config.context}")
         x = self.embedding(tokens if real is None else tokens[real])
         layout = None if real is None else Real(real)
-        cos, sin = self.cos[start:end].to(x.dtype), self.sin[start:end].to(x.dtype)
+        cos, sin = self.cos[start:end], self.sin[start:end]
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
             x = block(x, cos, sin, cache, layout)
         return self.norm(x)
@@ -231,7 +232,7 @@ def keep_freed_memory():
 
 
 def for_writing(model, dtype):
-    """The model itself in float32, or a copy cast to bfloat16: autocast would cast every weight again at every token."""
+    """The model itself in float32, or a copy cast to bfloat16: so its cache is in bfloat16 too, and no weight is cast again."""
     return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
 
 

@@ -177,7 +177,7 @@ def token_rewards(batch, kl):
     The KL in the reward: Ouyang et al. 2022, equation 2, token by token.
     """
     rewards = kl * (batch.reference - batch.log_probs) * batch.mask
-    last = batch.mask.shape[1] - 1 - batch.mask.flip(1).argmax(1)
+    last = (batch.mask * torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)).argmax(1)
     rewards[torch.arange(len(last)), last] += batch.rewards
     return rewards
 
@@ -261,7 +261,7 @@ class PPO:
 def train(run, method, kl):
     """Rollouts until the time is over; every ten, an evaluation, the demo story and a checkpoint."""
     model, reference = run.base, copy.deepcopy(run.base)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     parts = {"model": model, "optimizer": optimizer, "method": method}
     if run.args.resume:
         run.load_state(**parts)

@@ -25,13 +25,14 @@ def choose(logits, uniforms, temperature=1.0, top_k=None):
     """The token at each row's uniform number, (rows,), in the cumulative distribution of its logits (rows, vocabulary).
 
     Temperature 0 takes the likeliest. Half the time of `torch.multinomial`, and the same numbers choose the same tokens
-    in any batch.
+    in any batch, but for the rounding of the logits.
     """
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+        likeliest = logits.topk(top_k)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, likeliest.indices, likeliest.values)
     cumulative = logits.softmax(-1).cumsum(-1)  # (rows, vocabulary)
     # Against the last sum and not 1, which rounding may miss; `right` steps over tokens of probability zero.
     picked = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
@@ -70,7 +71,7 @@ def tokens_written(model, prompts, max_tokens, temperature=1.0, top_k=None, gene
         if ended.all():
             return
         if ended.sum() >= LEAVE_AT * len(rows):
-            kept = ~ended
+            kept = (~ended).nonzero().squeeze(1)
             for cache in caches:
                 cache.keep(kept.to(device))
             rows, chosen, ended = rows[kept], chosen[kept], ended[kept]
