@@ -36,6 +36,7 @@ def test_a_uniform_number_finds_its_token_in_the_cumulative_distribution():
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().tolist()
     assert chosen(logits, [0.0, 0.49, 0.51, 0.74, 0.76, 0.87, 0.88, 0.99]) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert chosen(logits, [0.0, 0.66, 0.67, 0.99], top_k=2) == [0, 0, 1, 1]  # 2/3 and 1/3
+    assert len(set(chosen([1.0] * 8, [row / 100 for row in range(100)], top_k=3))) == 3  # where all are equally likely too
     assert chosen(logits, [0.72, 0.73, 0.90, 0.91], temperature=0.5) == [0, 1, 1, 2]  # squares: 16, 4, 1, 1 of 22
     assert chosen(logits, [0.0, 0.99], temperature=0) == [0, 0]
 
