@@ -49,7 +49,7 @@ def clock(work):
 
 
 def ceiling(device, dtype, config, part=1):
-    """FLOP/s of the matrix products of one pass through the model in one precision, a part of so many tokens at a time."""
+    """FLOP/s of the matrix products of one pass through the model in one precision. part 32: of a 32nd of the tokens."""
     rows = (2048 if device.type == "cpu" else 65536) // part  # an accelerator is done with 2048 before it is told of more
     block = [(config.channels, config.channels)] * 4 + [(config.channels, config.hidden)] * 2 + [(config.hidden, config.channels)]
     shapes = block * config.layers + [(config.channels, config.vocabulary)]
@@ -102,13 +102,13 @@ class Bench:
         rewards = torch.rand(ppo.STORIES, device=self.device)
         batch = ppo.Rollout([], rewards, tokens, mask, zero, zero, zero, 0.0)
         method = grpo.GRPO()
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
+        optimizer = ppo.optimizer_of(self.model, 0.0)
         advantages = method.advantages(batch)[0]
         work = lambda: ppo.update(self.model, optimizer, batch, advantages, method, 0.05, self.precision)
         return work, ppo.EPOCHS * ppo.STORIES * STORY_TOKENS, 6
 
     def rollout(self, model, method):
-        optimizer, asks = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True), method.ask(np.random.default_rng(1))
+        optimizer, asks = ppo.optimizer_of(model, 0.0), method.ask(np.random.default_rng(1))
 
         def work():
             batch = ppo.rollout(model, model, asks, self.precision)

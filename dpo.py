@@ -19,7 +19,7 @@ from torch import nn
 from cli import Problem, kind, main_guard, say
 from data import encode, instruction
 from model import FINETUNED, pack, token_log_probs
-from ppo import MEASURE_EVERY
+from ppo import MEASURE_EVERY, optimizer_of
 from preferences import PAIRS, load_pairs
 from run import Run, file_hash, flags
 
@@ -76,7 +76,7 @@ def main():
         raise Problem(f"another model than {args.start} wrote {args.pairs}: make pairs with python preferences.py --from {args.start}")
     run = Run(args, f"dpo/beta-{args.beta:g}")
     model, reference = run.base, copy.deepcopy(run.base)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    optimizer = optimizer_of(model, LEARNING_RATE)
     parts = {"model": model, "optimizer": optimizer}
     known = file_hash(args.pairs)
     if args.resume and run.load_state(**parts).get("pairs") != known:

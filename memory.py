@@ -81,7 +81,7 @@ def measure(name, config=None):
     before = peak()
     work, make = METHODS[name]
     model, reference = StoryModel(config or Config()), StoryModel(config or Config())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=ppo.LEARNING_RATE, weight_decay=0.0, fused=True)
+    optimizer = ppo.optimizer_of(model, ppo.LEARNING_RATE)
     method = make(model)
     work(model, reference, optimizer, method)
     trained, optimizers = [*model.parameters()], [optimizer]

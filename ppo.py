@@ -136,6 +136,11 @@ def policy_step(model, optimizer, batch, rows, advantages, weights, kl, precisio
     return sums
 
 
+def optimizer_of(model, rate):
+    """AdamW without weight decay, whose step is one kernel."""
+    return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
+
+
 # ---- what is PPO's own
 
 
@@ -261,7 +266,7 @@ class PPO:
 def train(run, method, kl):
     """Rollouts until the time is over; every ten, an evaluation, the demo story and a checkpoint."""
     model, reference = run.base, copy.deepcopy(run.base)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    optimizer = optimizer_of(model, LEARNING_RATE)
     parts = {"model": model, "optimizer": optimizer, "method": method}
     if run.args.resume:
         run.load_state(**parts)

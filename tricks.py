@@ -63,7 +63,7 @@ def writing(precision):
 def learning(precision):
     """Returns a function that learns from stories cut to so many tokens, and returns from how many it learned."""
     model = models.load_checkpoint(models.FINETUNED, precision.device)
-    optimizer, method = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True), grpo.GRPO()
+    optimizer, method = ppo.optimizer_of(model, 0.0), grpo.GRPO()
     prompts, stories = [data.encode(data.instruction(words)) for words in data.load_asks()[:LEARNED]], load_plain()[:LEARNED]
     rewards = torch.from_numpy(np.random.default_rng(1).random(LEARNED, dtype=np.float32)).to(precision.device)
 

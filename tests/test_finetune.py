@@ -4,6 +4,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from by_hand import schedule
 from conftest import tiny_model
 
 import data
@@ -187,8 +188,8 @@ def test_a_run_has_half_of_pretrainings_rates_their_schedule_and_a_count_that_fa
     monkeypatch.setattr(finetune, "train_step", listening)
     tuning("--steps", 100, "--name", "x")
     muon, adam, counts = zip(*seen)
-    scales = [min(1, (step / 100 + 1e-3) / 0.01, (1 - step / 100) / 0.6) for step in range(100)]
-    assert muon == pytest.approx([0.01 * scale for scale in scales]) and adam == pytest.approx([0.0015 * scale for scale in scales])
+    assert muon == pytest.approx([0.01 * scale for scale in schedule(100)])
+    assert adam == pytest.approx([0.0015 * scale for scale in schedule(100)])
     assert (counts[0], counts[35], counts[-1]) == pytest.approx((10, 7, 4))
 
 

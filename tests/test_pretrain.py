@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from by_hand import FLOAT32
+from by_hand import FLOAT32, schedule
 from conftest import tiny_model
 
 import data
@@ -240,8 +240,7 @@ def test_a_run_s_rates_are_those_of_the_schedule(small, monkeypatch):
 
     monkeypatch.setattr(pretrain, "train_step", listening)
     pretrained(monkeypatch, "--steps", "100")
-    scales = [min(1, (step / 100 + 1e-3) / 0.01, (1 - step / 100) / 0.6) for step in range(100)]
-    assert seen == [pytest.approx([0.02 * scale, 0.003 * scale]) for scale in scales]
+    assert seen == [pytest.approx([0.02 * scale, 0.003 * scale]) for scale in schedule(100)]
 
 
 def test_the_shipped_model_grew_from_2_layers_over_4_to_8_at_30_and_75_percent_of_the_time():
