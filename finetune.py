@@ -4,7 +4,8 @@
 
 The stories teach themselves: a training story that uses a noun, a verb and an adjective of our lists is preceded by the
 instruction that asks for these three. The loss is on the story's tokens alone, its end of text included, and the first
-mention of each asked word counts more. Only stories that fit `STORY_TOKENS` are taken, so the model learns to end within them.
+mention of each asked word counts more. Only stories of at most `LONGEST` tokens are taken, so the model learns to end in
+good time: reinforcement learning makes its stories longer, and those too should end within `STORY_TOKENS`.
 """
 
 import re
@@ -21,6 +22,7 @@ from pretrain import Shuffle, optimizers, set_rate, train_step
 from run import MEASURE_ASKS, Run, flags
 
 STORIES = 16  # a step
+LONGEST = STORY_TOKENS - 30  # tokens of the stories that it learns from
 ASKED_COUNTS = 10, 4  # what an asked word's first mention counts in the loss: copying has to be learned from few tokens
 FALL = 0.7  # the share of the time in which the first of these becomes the second
 MUON, ADAM = 0.01, 0.0015  # learning rates: half of pretraining's
@@ -32,7 +34,7 @@ class Instructions:
     def __init__(self, tokens, random):
         self.tokens, self.random = tokens, random
         every = bounds(tokens)
-        self.bounds = every[every[:, 1] - every[:, 0] <= STORY_TOKENS]  # those that fit
+        self.bounds = every[every[:, 1] - every[:, 0] <= LONGEST]
         self.kinds = [set(read_words(kind)) for kind in ("nouns", "verbs", "adjectives")]
         self.held_out = {frozenset(words) for words in [*load_instructions(), DEMO]}
         self.asked = Counter()
@@ -67,7 +69,7 @@ class Instructions:
             story = self.tokens[start:end].tolist()
             if words := self.words(decode(story)):
                 return words, story
-        raise Problem(f"no story of data/train.bin has a listed noun, verb and adjective within {STORY_TOKENS} tokens: run python data.py")
+        raise Problem(f"no story of data/train.bin has a listed noun, verb and adjective within {LONGEST} tokens: run python data.py")
 
     def state_dict(self):
         return {"order": torch.from_numpy(self.order.left), "asked": dict(self.asked)}

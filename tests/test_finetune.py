@@ -88,7 +88,7 @@ def test_every_story_comes_once_before_any_comes_again():
 
 def test_only_stories_that_fit_are_taken_whole(monkeypatch):
     size = len(data.encode(STORIES[0])) + 1
-    monkeypatch.setattr(finetune, "STORY_TOKENS", size)
+    monkeypatch.setattr(finetune, "LONGEST", size)
     longer = STORIES[0] + " The end."
     instructions = stream([STORIES[0], longer])
     assert {data.decode(next(instructions)[1]) for _ in range(6)} == {STORIES[0]}
