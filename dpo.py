@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cli import Problem, kind, main_guard, say
+from cli import Problem, kind, main_guard, progress, say
 from data import encode, instruction
 from model import FINETUNED, pack, token_log_probs
 from ppo import MEASURE_EVERY, optimizer_of
@@ -46,17 +46,28 @@ def story_log_probs(model, pairs, device):
     return token_log_probs(model, tokens, mask).sum(1).view(2, -1)
 
 
-def step(model, reference, optimizer, pairs, beta, precision):
-    """One optimizer step on a minibatch, its gradient summed over pieces. Returns means over the pairs to log."""
+def reference_log_probs(reference, pairs, precision):
+    """`story_log_probs` of all pairs under the frozen model, once and for all: (2, pairs)."""
+    found = []
+    with torch.no_grad(), precision():
+        for start in range(0, len(pairs), PIECE):
+            found.append(story_log_probs(reference, pairs[start : start + PIECE], precision.device))
+            progress(start + PIECE, len(pairs), "pairs read by the reference")
+    return torch.cat(found, 1)
+
+
+def step(model, frozen, optimizer, pairs, beta, precision):
+    """One optimizer step on a minibatch, its gradient summed over pieces. Returns means over the pairs to log.
+
+    frozen: the pairs' `reference_log_probs`, (2, pairs).
+    """
     names = ["update/loss", "dpo/accuracy", "dpo/margin", "dpo/chosen_log_prob", "dpo/rejected_log_prob"]
     sums = torch.zeros(len(names))
     for start in range(0, len(pairs), PIECE):
         part = pairs[start : start + PIECE]
         with precision():
             chosen, rejected = story_log_probs(model, part, precision.device)
-            with torch.no_grad():
-                frozen = story_log_probs(reference, part, precision.device)
-        losses, margin = dpo_loss(chosen, rejected, *frozen, beta)
+        losses, margin = dpo_loss(chosen, rejected, *frozen[:, start : start + PIECE], beta)
         (losses.sum() / len(pairs)).backward()
         with torch.no_grad():
             sums += torch.stack([each.sum() for each in (losses, (margin > 0).float(), margin, chosen, rejected)]).cpu()
@@ -83,10 +94,11 @@ def main():
         raise Problem(f"{args.pairs} is not the file of pairs that this run started with")
     parts["pairs"] = known
     say(f"{len(pairs)} pairs from {args.pairs}")
+    frozen = reference_log_probs(reference, pairs, run.precision)
     for number in run.loop(model, parts, "step", MEASURE_STEPS, reference):
         start = time.perf_counter()
         rows = run.random.choice(len(pairs), min(MINIBATCH, len(pairs)), replace=False)
-        figures = step(model, reference, optimizer, [pairs[row] for row in rows], args.beta, run.precision)
+        figures = step(model, frozen[:, rows], optimizer, [pairs[row] for row in rows], args.beta, run.precision)
         run.log({**figures, "speed/pairs_per_second": len(rows) / (time.perf_counter() - start)})
         if number % 10 == 0:
             say(

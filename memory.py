@@ -57,7 +57,7 @@ def prefer(model, reference, optimizer, _):
     for _ in range(4):
         stories = [{"tokens": story} for story in random_stories(2 * dpo.MINIBATCH)]
         pairs = [{"ask": data.DEMO, "chosen": one, "rejected": other} for one, other in zip(stories[::2], stories[1::2])]
-        dpo.step(model, reference, optimizer, pairs, 0.1, PRECISION)
+        dpo.step(model, dpo.reference_log_probs(reference, pairs, PRECISION), optimizer, pairs, 0.1, PRECISION)
 
 
 METHODS = {

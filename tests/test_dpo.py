@@ -41,7 +41,8 @@ def test_the_loss_is_that_of_equation_7_worked_out_by_hand():
 
 def test_before_the_first_step_the_loss_is_log_two_and_no_margin_is_there():
     model = tiny_model()
-    figures = dpo.step(model, tiny_model(), Recorder(model), pairs(), 0.1, FLOAT32)
+    frozen = dpo.reference_log_probs(tiny_model(), pairs(), FLOAT32)
+    figures = dpo.step(model, frozen, Recorder(model), pairs(), 0.1, FLOAT32)
     assert figures["update/loss"] == pytest.approx(math.log(2)) and figures["dpo/margin"] == 0 and figures["dpo/accuracy"] == 0
     assert figures["update/grad_norm"] > 0
 
@@ -58,7 +59,7 @@ def test_loss_and_gradient_equal_those_of_a_loop_over_stories_in_float64(exact, 
     model, reference, made = tiny_model(), tiny_model(1), pairs()
     monkeypatch.setattr(dpo, "PIECE", piece)
     recorder = Recorder(model)
-    figures = dpo.step(model, reference, recorder, made, 0.3, FLOAT32)
+    figures = dpo.step(model, dpo.reference_log_probs(reference, made, FLOAT32), recorder, made, 0.3, FLOAT32)
 
     def told(who, pair, side):  # log p of a story, token by token, from a forward of its own
         prompt = data.encode(data.instruction(pair["ask"]))
@@ -84,7 +85,8 @@ def test_loss_and_gradient_equal_those_of_a_loop_over_stories_in_float64(exact, 
 def test_the_frozen_reference_gets_no_gradient_and_the_policy_learns_the_preference():
     model, reference, made = tiny_model(), tiny_model(), pairs()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    figures = [dpo.step(model, reference, optimizer, made, 0.1, FLOAT32) for _ in range(12)]
+    frozen = dpo.reference_log_probs(reference, made, FLOAT32)
+    figures = [dpo.step(model, frozen, optimizer, made, 0.1, FLOAT32) for _ in range(12)]
     assert all(weight.grad is None for weight in reference.parameters())
     assert figures[-1]["update/loss"] < figures[0]["update/loss"] and figures[-1]["dpo/accuracy"] == 1
     assert figures[-1]["dpo/margin"] > 0
