@@ -67,7 +67,7 @@ class Endless(StoryModel):
 
 
 class Bench:
-    """The things that are timed. Each method returns (work, tokens, parameters' multiples of arithmetic for a token)."""
+    """The things that are timed. Each method returns (work, how many tokens it makes, multiples of the parameters: FLOP a token)."""
 
     def __init__(self, device, dtype):
         self.device, self.precision = device, models.Precision(device, dtype)

@@ -3,8 +3,8 @@
     python preferences.py                       the pairs, once
     python dpo.py --minutes 10 --beta 0.1       checkpoints/dpo/beta-0.1/model.pt, runs/dpo/beta-0.1
 
-The policy is its own reward model: a story's implied reward is beta times how much likelier it has become than under the
-frozen reference. Each step makes that of the chosen stories larger than that of the rejected ones.
+The policy is its own reward model: a story's implied reward is beta times log(p / p_ref), how much likelier it is than
+under the frozen reference. Each step pushes that of the chosen stories above that of the rejected ones.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
     python grpo.py --minutes 10 --kl 0.05       checkpoints/grpo/kl-0.05/model.pt, runs/grpo/kl-0.05
 
-Eight stories for each of 16 instructions: a story is as good as it is better than the others of its group. All the rest,
+Eight stories for each of 16 instructions: a story is judged against the others of its group. All the rest,
 the rollout, the ratio, the clip, the KL, the loop, is `ppo.py`'s. Against DeepSeekMath (7B parameters, 64 answers a
 question, a reward model, one update a rollout) this is small, and the reward is a rule.
 """

@@ -96,7 +96,7 @@ def surrogate(ratio, advantages):
 
 
 def clipped(ratio, advantages):
-    """Where the minimum really took the clipped side, so that the token's gradient is zero."""
+    """Where the minimum really took the clipped side, so that the surrogate's gradient at the token is zero."""
     return ((ratio > 1 + CLIP) & (advantages > 0)) | ((ratio < 1 - CLIP) & (advantages < 0))
 
 
@@ -213,7 +213,7 @@ def explained_variance(values, returns, mask):
 class PPO:
     """What PPO does its own way. `grpo.GRPO` has the same methods.
 
-    kl: of the KL in the reward; 0 where it is in the loss.
+    kl: the weight of the KL in the reward; 0 where the KL is in the loss.
     """
 
     def __init__(self, model, lam=1.0, kl=0.0, critic=None):

@@ -4,8 +4,9 @@
     python preferences.py --asks 1000 --stories 8 --out more.jsonl
     python preferences.py --resume                   go on where it stopped
 
-The first line holds the settings, each other one a pair: the ask, and chosen and rejected with score, token ids and text
-each. Asks whose stories all score alike give no pair. Nobody is asked for an opinion: the preferences are the reward's.
+The first line holds the settings, each of the others a pair: the ask, and the chosen and the rejected story, each with
+its score, token ids and text. Asks whose stories all score alike give no pair. Nobody is asked for an opinion: the
+preferences are the reward's.
 """
 
 import json
