@@ -1,7 +1,8 @@
 """Next-token training on plain stories, from random weights.
 
     python pretrain.py --minutes 68 --overwrite     checkpoints/pretrained/model.pt
-    python pretrain.py --minutes 128 --resume       and an hour more, as it ships
+    python pretrain.py --minutes 128 --resume       and an hour more
+    python pretrain.py --minutes 238 --resume       and almost two more, as it ships
 
 The network grows while it trains: 2 layers for the first 30% of the time, 4 up to 75%, 8 to the end. A new layer is a
 copy of the one before it whose two output matrices are zero, so the step to the deeper network changes nothing that it
