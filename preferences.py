@@ -54,7 +54,7 @@ def load_pairs(path=PAIRS):
     except FileNotFoundError:
         raise Problem(f"there is no {path}: run python preferences.py") from None
     except (OSError, ValueError, LookupError, TypeError):
-        raise Problem(f"cannot read {path}: it is not what preferences.py writes, or a part of it: see --resume and --overwrite") from None
+        raise Problem(f"cannot read {path}: it is no complete file of pairs: run preferences.py, with --resume if it was stopped") from None
     if not pairs:
         raise Problem(f"no pairs in {path}: run python preferences.py with more --asks")
     return pairs, writer
