@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import evaluate
 import model as models
-from cli import Parser, Problem, minutes, name, positive, reason, say, whole
+from cli import Parser, Problem, minutes, name, positive, progress, reason, say, whole
 from data import DEMO, load_instructions
 from sample import write
 
@@ -188,6 +188,7 @@ class Run:
     def report(self, model, parts, unit, reference=None):
         """Measure on held-out asks and plain stories, log and print it with the demo story, keep the model."""
         self.save_state(**parts)  # first, so that a second Ctrl-C does not cost the steps before it
+        progress(self.share(), 1, "measuring")
         figures = evaluate.measure(model, self.precision, load_instructions()[:MEASURE_ASKS], 2, evaluate.load_plain(), reference)
         story = write(models.for_writing(model, self.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
         names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}
@@ -212,6 +213,7 @@ class Run:
         if self.steps % every == 0 and not reported():  # a resumed run makes up for one that was broken off
             report()
         while not self.over():
+            progress(self.share(), 1, f"{unit} {self.steps + 1}")
             self.steps += 1
             yield self.steps
             if self.steps % every == 0 and not self.over():

@@ -95,6 +95,13 @@ def test_two_rollouts_a_stop_and_two_more_equal_four(quick, workshop, script):
         assert whole["method"]["critic"]["linear.weight"].any() and whole["method"]["optimizer"]["state"][0]["step"] == 8
 
 
+def test_a_bar_says_what_a_run_is_at_and_how_much_of_it_is_done(quick, workshop, monkeypatch):
+    bars = []
+    monkeypatch.setattr(runs, "progress", lambda done, total, note: bars.append((done / total, note)))
+    quick(grpo, "--rollouts", 2)
+    assert bars == [(0, "measuring"), (0, "rollout 1"), (0.5, "rollout 2"), (1, "measuring")]
+
+
 def test_a_seed_gives_the_same_weights_again_and_another_seed_others(quick, workshop):
     for flags in ("--name", "a"), ("--name", "b"), ("--seed", 2):
         quick(grpo, "--rollouts", 3, *flags)
