@@ -101,7 +101,10 @@ def clipped(ratio, advantages):
 
 
 def update(model, optimizer, batch, advantages, method, kl, precision):
-    """Two passes over a rollout in shuffled minibatches. advantages: (stories, longest - 1). Returns means to log."""
+    """Two passes over a rollout in shuffled minibatches. advantages: (stories, longest - 1). Returns means to log.
+
+    method: a `PPO` or a `grpo.GRPO`. Here they differ in what a token counts, and in whether a critic learns too.
+    """
     logged = []
     for _ in range(EPOCHS):
         for rows in torch.randperm(len(batch.tokens)).split(MINIBATCH):
@@ -310,13 +313,13 @@ def main():
     parser.add_argument("--kl-in", choices=["loss", "reward"], default="loss", help="where the KL counts (default loss)")
     parser.add_argument("--critic", choices=["linear", "model"], default="linear", help="a layer on the policy or a model (default linear)")
     args = parser.parse_args()
-    in_reward = args.kl if args.kl_in == "reward" else 0.0
-    if args.kl_in == "reward" and not in_reward:
+    reward_kl, loss_kl = (args.kl, 0.0) if args.kl_in == "reward" else (0.0, args.kl)
+    if args.kl_in == "reward" and not reward_kl:
         raise Problem("--kl-in reward needs a --kl above 0")
-    label = f"kl-{args.kl:g}" + f"-lam-{args.lam:g}" * (args.lam != 1) + "-kl-in-reward" * (in_reward > 0)
+    label = f"kl-{args.kl:g}" + f"-lam-{args.lam:g}" * (args.lam != 1) + "-kl-in-reward" * (reward_kl > 0)
     run = Run(args, f"ppo/{label}" + "-critic-model" * (args.critic == "model"))
     critic = CriticModel(run.base, run.precision) if args.critic == "model" else None
-    train(run, PPO(run.base, args.lam, in_reward, critic), args.kl - in_reward)
+    train(run, PPO(run.base, args.lam, reward_kl, critic), loss_kl)
 
 
 if __name__ == "__main__":
