@@ -305,8 +305,9 @@ def read(path):
         with warnings.catch_warnings(action="ignore"):  # of foreign pickles: one line says enough
             return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        ships = Path(path).resolve() in [CHECKPOINTS / name / "model.pt" for name in ("pretrained", "finetuned")]
-        raise Problem(f"there is no checkpoint {path}" + ": `git checkout checkpoints` brings it back" * ships) from None
+        folder = Path(path).resolve().parent
+        ships = folder in (CHECKPOINTS / "pretrained", CHECKPOINTS / "finetuned")
+        raise Problem(f"there is no checkpoint {path}" + f": `git checkout checkpoints/{folder.name}` brings it back" * ships) from None
     except OSError as error:
         raise Problem(f"cannot read {path}: {reason(error)}") from None
     except pickle.UnpicklingError:

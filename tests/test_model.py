@@ -348,7 +348,7 @@ def test_a_folder_in_a_checkpoint_s_place_is_named_for_what_it_is(tmp_path):
 def test_a_missing_checkpoint_is_a_problem_and_git_is_named_where_it_has_it(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "CHECKPOINTS", tmp_path)
     assert problem(tmp_path / "grpo" / "model.pt").endswith("there is no checkpoint " + str(tmp_path / "grpo" / "model.pt"))
-    assert problem(tmp_path / "finetuned" / "model.pt").endswith("`git checkout checkpoints` brings it back")
+    assert problem(tmp_path / "finetuned" / "model.pt").endswith("`git checkout checkpoints/finetuned` brings it back")
 
 
 class Payload:
