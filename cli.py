@@ -50,11 +50,11 @@ def say(line):
 
 
 def progress(done, total, note=""):
-    """A bar on stderr, redrawn in place; silent where stderr is a file."""
+    """A bar on stderr, redrawn in place until `say` takes it; silent where stderr is a file."""
     if sys.stderr.isatty():
         share = min(1.0, done / max(total, 1e-9))
         bar = ("#" * int(30 * share)).ljust(30, ".")
-        print(f"\r[{bar}] {share:4.0%} {note}\x1b[K", end="\n" if share == 1 else "", file=sys.stderr, flush=True)
+        print(f"\r[{bar}] {share:4.0%} {note}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def kind(convert, holds, wanted):

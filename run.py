@@ -188,7 +188,7 @@ class Run:
     def report(self, model, parts, unit, reference=None):
         """Measure on held-out asks and plain stories, log and print it with the demo story, keep the model."""
         self.save_state(**parts)  # first, so that a second Ctrl-C does not cost the steps before it
-        progress(min(self.share(), 0.99), 1, "measuring")  # at 1 a bar ends its line, as if there were nothing to wait for
+        progress(self.share(), 1, "measuring")
         figures = evaluate.measure(model, self.precision, load_instructions()[:MEASURE_ASKS], 2, evaluate.load_plain(), reference)
         story = write(models.for_writing(model, self.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
         names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}

@@ -1,4 +1,5 @@
 import argparse
+import io
 import math
 import re
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import bench
+import cli
 import compare
 import data
 import dpo
@@ -72,6 +74,17 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(said, work
     monkeypatch.setitem(sys.modules, package, None)
     line = complaint(said, script, *argv)
     assert package in line and "pip install -r requirements-extra.txt" in line
+
+
+def test_a_line_takes_the_place_of_a_bar_also_of_a_full_one(monkeypatch, capsys):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    cli.progress(1, 2, "half")
+    cli.progress(2, 2, "all")
+    cli.say("done")
+    assert "\n" not in terminal.getvalue() and terminal.getvalue().endswith("100% all\x1b[K\r\x1b[K")
+    assert capsys.readouterr().out == "done\n"
 
 
 def test_requirements_are_pinned():

@@ -99,7 +99,7 @@ def test_a_bar_says_what_a_run_is_at_and_how_much_of_it_is_done(quick, workshop,
     bars = []
     monkeypatch.setattr(runs, "progress", lambda done, total, note: bars.append((done / total, note)))
     quick(grpo, "--rollouts", 2)
-    assert bars == [(0, "measuring"), (0, "rollout 1"), (0.5, "rollout 2"), (0.99, "measuring")]
+    assert bars == [(0, "measuring"), (0, "rollout 1"), (0.5, "rollout 2"), (1, "measuring")]
 
 
 def test_a_seed_gives_the_same_weights_again_and_another_seed_others(quick, workshop):
