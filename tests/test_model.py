@@ -28,6 +28,13 @@ def test_the_model_has_15_735_168_parameters():
     assert sum(weight.numel() for weight in models.StoryModel().parameters()) == 15_735_168
 
 
+@torch.no_grad()
+def test_a_fresh_network_passes_the_embedding_through_to_its_last_norm():
+    fresh, tokens = models.StoryModel(models.Config(layers=2, heads=2, channels=16, hidden=32)), random_tokens(2, 7)
+    x = fresh.embedding.weight[tokens]
+    torch.testing.assert_close(fresh.channels(tokens), x / (x**2).mean(-1, keepdim=True).add(1e-5).sqrt())
+
+
 def llama(weights, config, tokens):
     """Llama's logits for one text, in numpy: rotary positions as products of complex numbers, attention head by head."""
     width = config.channels // config.heads
@@ -213,6 +220,13 @@ def test_autocast_to_bfloat16_gives_float32_log_probs_close_to_float32_s(tiny):
     assert 0 < (rough - exact).abs().max() < 0.2
     rough.sum().backward()
     assert all(weight.grad.dtype == torch.float32 and weight.grad.isfinite().all() for weight in tiny.parameters())
+
+
+@torch.no_grad()
+def test_a_model_in_bfloat16_gives_log_probs_in_float32(tiny):
+    rough, tokens = models.for_writing(tiny, torch.bfloat16), random_tokens(2, 6)
+    wanted = rough(tokens[:, :-1]).float().log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    torch.testing.assert_close(models.token_log_probs(rough, tokens), wanted)
 
 
 def test_a_copy_for_writing_leaves_the_model_in_float32(tiny):

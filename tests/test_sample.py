@@ -64,6 +64,9 @@ def test_the_ends_of_the_unit_interval_never_choose_a_masked_token():
         for uniform in 0.0, below_one:
             assert sample.choose(logits, torch.tensor([uniform]), top_k=3).item() in allowed
     assert chosen([-torch.inf, 0.0, 0.0, -torch.inf], [0.0, below_one]) == [1, 2]
+    long = torch.randn(100, data.VOCABULARY, generator=seeded())  # many of their sums end below `below_one`
+    long[:, -1] = -torch.inf
+    assert (sample.choose(long, torch.full((100,), below_one)) < data.VOCABULARY - 1).all()
 
 
 def test_the_same_number_chooses_the_same_token_in_any_batch():
