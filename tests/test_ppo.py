@@ -56,8 +56,9 @@ def same(one, other):
 
 
 def test_ppo_asks_128_different_things_of_the_training_asks():
-    asks = ppo.PPO(tiny_model()).ask(np.random.default_rng(1))
-    assert len(asks) == len(set(asks)) == 128 and set(asks) <= set(data.load_asks())
+    for seed in range(5):  # of 128 draws from 4000, one in eight has no number twice by luck
+        asks = ppo.PPO(tiny_model()).ask(np.random.default_rng(seed))
+        assert len(asks) == len(set(asks)) == 128 and set(asks) <= set(data.load_asks())
 
 
 def test_log_probs_of_a_rollout_are_those_of_a_full_forward_for_each_story_alone(tiny, staged):

@@ -36,7 +36,17 @@ def test_advantages_equal_a_brute_force_sum_over_the_definition(tiny, staged, la
         rewards[-1] += batch.rewards[row].item()
         wanted = brute_force(rewards, values[row, places].tolist(), lam)
         assert found[row, places].tolist() == pytest.approx(wanted, abs=1e-4)
-    assert not found[batch.mask == 0].any()
+    assert not found[batch.mask == 0].any() and not batch.returns[batch.mask == 0].any()
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
+def test_the_critic_is_judged_by_what_came_whatever_lambda(tiny, staged, lam):
+    batch, method = staged(tiny, tiny, MIXED), ppo.PPO(tiny, lam)
+    torch.nn.init.normal_(method.critic.linear.weight, std=0.1)
+    log, chosen = method.advantages(batch)[1], batch.mask.bool()
+    came, value = batch.rewards[:, None].expand(batch.mask.shape)[chosen].numpy(), values_of(method, batch)[chosen].numpy()
+    assert log["critic/loss"] == pytest.approx(((came - value) ** 2).mean(), rel=1e-4)
+    assert log["critic/explained_variance"] == pytest.approx(1 - (came - value).var() / came.var(), rel=1e-4)
 
 
 def test_lambda_one_is_exactly_reward_minus_value(tiny, staged):

@@ -54,6 +54,15 @@ def test_pairs_and_ties_are_counted_and_written_with_scores_tokens_and_text(quic
         assert pair["rejected"]["tokens"] == [data.END]
 
 
+def test_each_batch_of_asks_has_random_numbers_of_its_own(quick, workshop, tmp_path, monkeypatch):
+    drawn = []
+    write = lambda model, prompts, longest, generator: drawn.append(generator.initial_seed()) or prompts
+    monkeypatch.setattr(preferences, "generate", write)
+    for seed in 1, 2:
+        quick(preferences, "--asks", 40, "--stories", 2, "--seed", seed, "--out", tmp_path / f"{seed}.jsonl")
+    assert len(set(drawn)) == 6
+
+
 def test_a_file_that_broke_off_is_completed_to_the_one_made_at_once(quick, workshop, tmp_path, monkeypatch):
     once, broken = tmp_path / "once.jsonl", tmp_path / "broken.jsonl"
     monkeypatch.setattr(preferences, "words_used", lambda text, words: len(text) % 4 / 3)
