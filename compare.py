@@ -28,6 +28,7 @@ import dpo
 import evaluate
 import model as models
 import ppo
+import preferences
 import run as runs
 from cli import Parser, Problem, main_guard, minutes, positive, say
 
@@ -88,9 +89,10 @@ def execute(command):
 def write_pairs(rollouts, seed):
     """The pairs of a seed, from as many stories as that many rollouts have. Returns their file."""
     file = data.FOLDER / f"preferences-{runs.file_hash(models.FINETUNED)}-{rollouts}-seed-{seed}.jsonl"
-    asks = rollouts * ppo.STORIES // STORIES_AN_ASK
-    command = ["preferences.py", "--asks", asks, "--stories", STORIES_AN_ASK, "--seed", seed, "--out", file]
-    execute(command + ["--resume"] * file.exists())
+    if not file.exists():
+        asks = rollouts * ppo.STORIES // STORIES_AN_ASK
+        command = ["preferences.py", "--asks", asks, "--stories", STORIES_AN_ASK, "--seed", seed, "--out", file]
+        execute(command + ["--resume"] * preferences.part_of(file).exists())
     return file
 
 

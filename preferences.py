@@ -6,10 +6,11 @@
 
 The first line holds the settings, each of the others a pair: the ask, and the chosen and the rejected story, each with
 its score, token ids and text. Asks whose stories all score alike give no pair. Nobody is asked for an opinion: the
-preferences are the reward's.
+preferences are the reward's. Until it is complete, the file's name ends in .part.
 """
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,9 @@ from data import FOLDER, STORY_TOKENS, decode, encode, instruction, load_asks, w
 from model import FINETUNED, for_writing, load_checkpoint
 from rewards import words_used
 from run import file_hash
-from sample import generate
+from sample import ROWS, generate
 
 PAIRS = FOLDER / "preferences.jsonl"
-ASKS_AT_ONCE = 16
 
 
 def pair(words, stories):
@@ -41,6 +41,11 @@ def pair(words, stories):
     return {"ask": list(words), "chosen": told(best), "rejected": told(worst)}
 
 
+def part_of(path):
+    """Where a file of pairs is until it is complete."""
+    return path.with_name(path.name + ".part")
+
+
 def load_pairs(path=PAIRS):
     """The pairs of a file, as `pair` made them, and the hash of the model that wrote them.
 
@@ -52,9 +57,10 @@ def load_pairs(path=PAIRS):
         if not all(len(each["ask"]) == 3 and each["chosen"]["tokens"] and each["rejected"]["tokens"] for each in pairs):
             raise ValueError
     except FileNotFoundError:
-        raise Problem(f"there is no {path}: run python preferences.py") from None
+        begun = ", with --resume: it was stopped before its end" * part_of(Path(path)).exists()
+        raise Problem(f"there is no {path}: run python preferences.py{begun}") from None
     except (OSError, ValueError, LookupError, TypeError):
-        raise Problem(f"cannot read {path}: it is no complete file of pairs: run preferences.py, with --resume if it was stopped") from None
+        raise Problem(f"cannot read {path}: it is no file of pairs, or only a part of one: run preferences.py --overwrite") from None
     if not pairs:
         raise Problem(f"no pairs in {path}: run python preferences.py with more --asks")
     return pairs, writer
@@ -79,8 +85,14 @@ def main():
     args = parser.parse_args()
     if args.resume and args.overwrite:
         raise Problem("--resume and --overwrite exclude each other")
-    if args.resume and not args.out.exists():
+    if args.out.is_dir():
+        raise Problem(f"cannot write {args.out}: it is a folder")
+    part = part_of(args.out)
+    begun = next((file for file in (part, args.out) if file.exists()), None)
+    if args.resume and not begun:
         raise Problem(f"nothing to resume: there is no {args.out}")
+    if begun and not (args.resume or args.overwrite):
+        raise Problem(f"there is {begun} already: --resume goes on with it, --overwrite replaces it")
     device, dtype = models.pick_device(args.device)
     model = for_writing(load_checkpoint(args.start, device), dtype)
     models.keep_freed_memory()
@@ -89,16 +101,14 @@ def main():
         raise Problem(f"--asks {args.asks}: there are {len(every)} training asks")
     asks = every[: args.asks]
     settings = {"from": file_hash(args.start), "seed": args.seed, "stories": args.stories}
-    done, lines = 0, [json.dumps(settings)]
-    if args.resume and args.out.stat().st_size:
-        done, lines = written(args.out, settings, len(asks))
-    elif args.out.exists() and not (args.overwrite or args.resume):
-        raise Problem(f"there is {args.out} already: --resume goes on with it, --overwrite replaces it")
+    done, lines, at_once = 0, [json.dumps(settings)], max(1, ROWS // args.stories)
+    if args.resume and begun.stat().st_size:
+        done, lines = written(begun, settings, len(asks), at_once)
     try:
-        write_whole(args.out, "".join(line + "\n" for line in lines).encode())
-        with open(args.out, "a") as file:
-            for start in range(done, len(asks), ASKS_AT_ONCE):
-                group = asks[start : start + ASKS_AT_ONCE]
+        write_whole(part, "".join(line + "\n" for line in lines).encode())
+        with open(part, "a") as file:
+            for start in range(done, len(asks), at_once):
+                group = asks[start : start + at_once]
                 generator = torch.Generator().manual_seed(args.seed * len(every) + start)  # so that resuming changes nothing
                 prompts = [encode(instruction(words)) for words in group for _ in range(args.stories)]
                 stories = generate(model, prompts, STORY_TOKENS, generator=generator)
@@ -108,15 +118,17 @@ def main():
                         file.write(lines[-1] + "\n")
                 file.flush()
                 progress(start + len(group), len(asks), f"{len(lines) - 1} pairs")
+        os.replace(part, args.out)
     except OSError as error:
         raise Problem(f"cannot write {args.out}: {reason(error)}") from None
     say(f"{len(lines) - 1} pairs from {len(asks)} asks, {len(asks) - len(lines) + 1} tied: {args.out}")
 
 
-def written(path, settings, wanted):
+def written(path, settings, wanted, at_once):
     """How many asks of a broken-off file need not be asked again, and its lines up to there, the settings first.
 
-    Raises `Problem` where the file goes on beyond the `wanted` asks, or is not of these settings.
+    at_once: the asks of a batch, the last of which is asked again. Raises `Problem` where the file goes on beyond the `wanted`
+    asks, or is not of these settings.
     """
     try:
         first, *lines = path.read_text().splitlines()
@@ -126,7 +138,7 @@ def written(path, settings, wanted):
         last = json.loads(whole_lines[-1])["number"] if whole_lines else 0
         if last >= wanted:
             raise Problem(f"{path} holds the pairs of more asks already than --asks {wanted}")
-        done = last // ASKS_AT_ONCE * ASKS_AT_ONCE
+        done = last // at_once * at_once
         return done, [first, *(line for line in whole_lines if json.loads(line)["number"] < done)]
     except Problem:
         raise

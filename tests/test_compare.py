@@ -224,6 +224,24 @@ def test_more_rollouts_than_dpo_has_asks_for_are_refused_before_any_run(commands
     assert not commands.seen
 
 
+def test_pairs_that_were_begun_go_on_and_complete_ones_are_not_written_again(commands, workshop):
+    file = workshop / f"preferences-{runs.file_hash(models.FINETUNED)}-4-seed-1.jsonl"
+    preferences.part_of(file).write_text("")
+    commands.left["dpo-beta-0.1"] = (2, 1.0)
+    with pytest.raises(data.Problem, match="stopped"):
+        commands("--rollouts", 4, "--seeds", 1)
+    assert trained(commands)[3] == f"preferences.py --asks 64 --stories 8 --seed 1 --out {file} --resume"
+    before = len(commands.seen)
+    commands("--rollouts", 4, "--seeds", 1)
+    assert [line.split()[0] for line in commands.seen[before:]] == ["dpo.py", "measure"]
+
+
+def test_a_mean_has_the_deviation_over_n_minus_1_and_a_single_seed_has_none():
+    rows = [{"words_used": share, "kl": None} for share in (0.1, 0.2, 0.3)]
+    assert compare.spread(rows) == {"words_used": pytest.approx({"mean": 0.2, "sd": 0.1})}
+    assert compare.spread(rows[:1]) == {"words_used": {"mean": 0.1, "sd": None}}
+
+
 def test_the_difference_pairs_seeds_and_not_rows():
     rows = [{"method": "ppo-kl-0.05", "seed": seed, "words_used": 0.1 * seed} for seed in (1, 2, 3)]
     rows += [{"method": "grpo-kl-0.05", "seed": seed, "words_used": 0.1 * seed + 0.2} for seed in (3, 2, 1)]

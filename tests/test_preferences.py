@@ -58,24 +58,55 @@ def test_each_batch_of_asks_has_random_numbers_of_its_own(quick, workshop, tmp_p
     drawn = []
     write = lambda model, prompts, longest, generator: drawn.append(generator.initial_seed()) or prompts
     monkeypatch.setattr(preferences, "generate", write)
+    monkeypatch.setattr(preferences, "ROWS", 32)
     for seed in 1, 2:
         quick(preferences, "--asks", 40, "--stories", 2, "--seed", seed, "--out", tmp_path / f"{seed}.jsonl")
     assert len(set(drawn)) == 6
 
 
 def test_a_file_that_broke_off_is_completed_to_the_one_made_at_once(quick, workshop, tmp_path, monkeypatch):
-    once, broken = tmp_path / "once.jsonl", tmp_path / "broken.jsonl"
+    once, broken, part = (tmp_path / name for name in ("once.jsonl", "broken.jsonl", "broken.jsonl.part"))
+    monkeypatch.setattr(preferences, "ROWS", 32)  # so in three batches
     monkeypatch.setattr(preferences, "words_used", lambda text, words: len(text) % 4 / 3)
     quick(preferences, "--asks", 40, "--stories", 2, "--out", once)
     lines = once.read_text().splitlines(keepends=True)
     assert len(lines) > 25
-    broken.write_text("")  # killed before a line was written
-    quick(preferences, "--asks", 40, "--stories", 2, "--out", broken, "--resume")
-    assert broken.read_text() == once.read_text()
-    for kept in 1, 5, 20, len(lines) - 1:
-        broken.write_text("".join(lines[:kept]) + lines[kept][:40])
+    for left in ["", *("".join(lines[:kept]) + lines[kept][:40] for kept in (1, 5, 20, len(lines) - 1))]:
+        part.write_text(left)
+        with pytest.raises(data.Problem, match="broken.jsonl.part already"):
+            quick(preferences, "--asks", 40, "--stories", 2, "--out", broken)
+        with pytest.raises(data.Problem, match="preferences.py, with --resume"):
+            preferences.load_pairs(broken)
         quick(preferences, "--asks", 40, "--stories", 2, "--out", broken, "--resume")
-        assert broken.read_text() == once.read_text()
+        assert broken.read_text() == once.read_text() and not part.exists()
+        broken.unlink()
+
+
+@pytest.mark.parametrize("flags", [["--overwrite"], ["--asks", 40, "--resume"]], ids=str)
+def test_a_file_is_replaced_only_by_one_that_is_complete(quick, workshop, tmp_path, monkeypatch, flags):
+    path = tmp_path / "pairs.jsonl"
+    monkeypatch.setattr(preferences, "words_used", lambda text, words: len(text) % 4 / 3)
+    monkeypatch.setattr(preferences, "ROWS", 32)
+    quick(preferences, "--asks", 20, "--stories", 2, "--out", path)
+    before = path.read_text()
+    with monkeypatch.context() as stopped:
+        stopped.setattr(preferences, "progress", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # after a batch
+        with pytest.raises(KeyboardInterrupt):
+            quick(preferences, "--asks", 20, "--stories", 2, "--out", path, *flags)
+    assert path.read_text() == before and preferences.part_of(path).exists()
+    quick(preferences, "--asks", 40, "--stories", 2, "--out", path, "--resume")
+    assert path.read_text().startswith(before) and not preferences.part_of(path).exists()
+
+
+def test_no_more_stories_are_written_at_once_than_elsewhere(quick, workshop, told, tmp_path):
+    quick(preferences, "--asks", 5, "--stories", 60, "--out", tmp_path / "pairs.jsonl")
+    assert told == [120, 120, 60]
+
+
+def test_a_folder_in_the_file_s_place_is_a_problem(quick, workshop, tmp_path):
+    for path in tmp_path, ".":
+        with pytest.raises(data.Problem, match="it is a folder"):
+            quick(preferences, "--out", path)
 
 
 def test_a_file_that_is_there_is_neither_overwritten_nor_mixed_with_other_settings(quick, workshop, told, tmp_path):
@@ -105,8 +136,8 @@ def test_a_file_of_something_else_is_a_problem(tmp_path, content):
 
 def test_the_stories_of_an_ask_stay_with_it(quick, workshop, told, tmp_path):
     path = tmp_path / "pairs.jsonl"
-    quick(preferences, "--asks", 40, "--stories", 3, "--out", path)
-    assert told == [48, 48, 24]
+    quick(preferences, "--asks", 100, "--stories", 3, "--out", path)
+    assert told == [126, 126, 48]
     numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()[1:]]
     assert all(one < other for one, other in itertools.pairwise(numbers))
     assert all(tuple(pair["ask"]) == preferences.asks_of(1)[number] for number, pair in zip(numbers, preferences.load_pairs(path)[0]))
