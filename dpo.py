@@ -14,14 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from cli import Problem, kind, main_guard, progress, say
 from data import encode, instruction
 from model import FINETUNED, pack, token_log_probs
 from ppo import MEASURE_EVERY, optimizer_of
 from preferences import PAIRS, load_pairs
-from run import Run, file_hash, flags
+from run import Run, clip_gradients, file_hash, flags
 
 MINIBATCH = 16  # pairs a step
 PIECE = 4  # pairs whose gradients are computed at once
@@ -71,7 +70,7 @@ def step(model, frozen, optimizer, pairs, beta, precision):
         (losses.sum() / len(pairs)).backward()
         with torch.no_grad():
             sums += torch.stack([each.sum() for each in (losses, (margin > 0).float(), margin, chosen, rejected)]).cpu()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    norm = clip_gradients(model)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {**dict(zip(names, (sums / len(pairs)).tolist())), "update/grad_norm": norm}

@@ -24,7 +24,7 @@ from data import STORY_TOKENS, decode, encode, instruction, load_asks
 from evaluate import kl_terms
 from model import FINETUNED, for_writing, log_probs, pack, story_channels, token_log_probs
 from rewards import words_used
-from run import Run, flags
+from run import Run, clip_gradients, flags
 from sample import generate
 
 STORIES = 128  # a rollout
@@ -133,7 +133,7 @@ def policy_step(model, optimizer, batch, rows, advantages, weights, kl, precisio
         sums["update/loss"] += loss.item()
         sums["update/clip_fraction"] += (clipped(ratio, advantage) * mask / tokens).sum().item()
         sums["update/ratio"] += (ratio.detach() * mask / tokens).sum().item()
-    sums["update/grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    sums["update/grad_norm"] = clip_gradients(model)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sums
@@ -251,7 +251,7 @@ class PPO:
         """One step of the critic towards the returns."""
         for part, counts in zip(rows.split(PIECE), self.weights(batch.mask[rows]).split(PIECE)):
             (counts * (self.critic.values(batch, part) - batch.returns[part]) ** 2).sum().backward()
-        nn.utils.clip_grad_norm_(self.critic.parameters(), 1.0)
+        clip_gradients(self.critic)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -20,7 +20,7 @@ import evaluate
 from cli import main_guard, progress, say
 from data import END, bounds, load_tokens, split_stories
 from model import Config, StoryModel, token_log_probs
-from run import Run, flags
+from run import Run, clip_gradients, flags
 
 GROWTH = {0.0: 2, 0.3: 4, 0.75: 8}  # share of the time: layers
 CONTEXT = 512
@@ -168,7 +168,7 @@ def train_step(model, both, batches, precision):
         loss = -(found if counts is None else found * counts).sum() / size
         loss.backward()
         total += loss.item()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    clip_gradients(model)
     for optimizer in both:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

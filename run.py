@@ -5,6 +5,7 @@ checkpoints/grpo/kl-0.05 and runs/grpo/kl-0.05.
 """
 
 import hashlib
+import math
 import os
 import shutil
 import signal
@@ -57,6 +58,15 @@ def relative(path):
         return os.path.relpath(path, RUNS.parent)
     except ValueError:
         return str(Path(path).resolve())
+
+
+def clip_gradients(model):
+    """Scale a model's gradients down to a norm of 1, if it is above. Returns the norm before; raises `Problem` where it is
+    not finite, before any weight moves."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    if not math.isfinite(norm):
+        raise Problem("the gradient is not finite, and was not followed: try a lower learning rate")
+    return norm
 
 
 class Run:

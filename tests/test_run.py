@@ -255,6 +255,26 @@ def test_a_second_ctrl_c_stops_at_once(quick, labels, monkeypatch):
         quick(ppo)
 
 
+# ---- gradients
+
+
+def test_a_gradient_is_scaled_down_to_a_norm_of_1_and_never_up():
+    model = torch.nn.Linear(2, 1)
+    for gradient, bias, norm in ([2.0, 3.0], 6.0, 7.0), ([0.2, 0.3], 0.6, 0.7):
+        model.weight.grad, model.bias.grad = torch.tensor([gradient]), torch.tensor([bias])
+        assert runs.clip_gradients(model) == pytest.approx(norm)
+        wanted = [each / max(norm, 1) for each in (*gradient, bias)]
+        assert [*model.weight.grad[0].tolist(), model.bias.grad.item()] == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("worst", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_is_a_problem(worst):
+    model = torch.nn.Linear(2, 1)
+    model.weight.grad, model.bias.grad = torch.tensor([[1.0, worst]]), torch.zeros(1)
+    with pytest.raises(data.Problem, match="the gradient is not finite"):
+        runs.clip_gradients(model)
+
+
 # ---- names and folders
 
 
