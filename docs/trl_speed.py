@@ -3,11 +3,11 @@
 128 stories of at most 200 tokens, two passes, minibatches of 16. In a venv of its own:
 
     pip install torch==2.13.0 trl==1.16.0 transformers==5.24.0
-    python docs/trl_speed.py --rollouts 3 --precision fp32
+    python docs/trl_speed.py --rollouts 2 --precision fp32
 
 The weights are random, so that stories run to all 200 tokens: time ours the same way, by
-`python bench.py --only "writing, 128" "rollout, random"`. The first rollout warms up; quote the median of the rest, taken
-in turn with ours.
+`python bench.py --only "writing, 128" "rollout, random"`. The first rollout warms up; quote the rest, and take it several
+times, in turn with ours.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from trl import GRPOConfig, GRPOTrainer
 
 args = argparse.ArgumentParser()
-args.add_argument("--rollouts", type=int, default=3)
+args.add_argument("--rollouts", type=int, default=2)
 args.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
 args.add_argument("--layers", type=int, default=8)
 args.add_argument("--vocab", type=int, default=4096)
