@@ -316,8 +316,10 @@ def main():
         train_tokenizer(stories("train"))
         write_whole(FOLDER / ENCODED_WITH, b"")  # what is there was encoded with the old one
     for split in "valid", "train":
-        number, tokens, size = write_tokens(stories(split), FOLDER / f"{split}.bin")
+        number, tokens, size = write_tokens(stories(split), FOLDER / f"{split}.new.bin")
         print(f"{split}: {number:,} stories, {tokens:,} tokens, {size / max(tokens, 1):.2f} bytes a token")
+    for split in "valid", "train":  # at once: an old one beside a new one may hold the same stories
+        os.replace(FOLDER / f"{split}.new.bin", FOLDER / f"{split}.bin")
     write_whole(FOLDER / ENCODED_WITH, tokenizer_hash().encode())
 
 

@@ -339,6 +339,18 @@ def test_token_files_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
         data.load_tokens("train")
 
 
+def test_a_file_that_cannot_be_read_leaves_both_token_files_as_they_were(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text("A story.")
+    (tmp_path / "broken.jsonl").write_text('{"text": "Another story."}\nnot json\n')
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+    script(monkeypatch, tmp_path / "mine.txt", "--valid", tmp_path / "mine.txt")
+    before = [(tmp_path / f"{split}.bin").read_bytes() for split in ("valid", "train")]
+    (tmp_path / "other.txt").write_text("Yet another.")
+    with pytest.raises(data.Problem, match="line 2 of"):
+        script(monkeypatch, tmp_path / "broken.jsonl", "--valid", tmp_path / "other.txt")
+    assert [(tmp_path / f"{split}.bin").read_bytes() for split in ("valid", "train")] == before
+
+
 @pytest.mark.parametrize("content", [b"\x05\x00\xff\x0f\x07", b"\x05\x00\x06\x00", b"\x05"], ids=["cut", "endless", "byte"])
 def test_a_damaged_token_file_is_a_problem_or_read_up_to_its_last_end(tmp_path, monkeypatch, content):
     monkeypatch.setattr(data, "FOLDER", tmp_path)
