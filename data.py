@@ -233,7 +233,7 @@ def instruction(words):
 
 def read_words(kind):
     """The words of one kind: "nouns", "verbs" or "adjectives"."""
-    return (FOLDER / f"{kind}.txt").read_text().split()
+    return _read_list(f"{kind}.txt").split()
 
 
 def draw_asks(training, held_out, seed=1):
@@ -263,8 +263,19 @@ def load_instructions():
     return _read_triples("asks-held-out.txt")
 
 
+def _read_list(name):
+    try:
+        return (FOLDER / name).read_text()
+    except (OSError, ValueError) as error:
+        raise Problem(f"cannot read {FOLDER / name}: {reason(error)}; `git checkout data` brings it back") from None
+
+
 def _read_triples(name):
-    return [tuple(line.split()) for line in (FOLDER / name).read_text().splitlines()]
+    triples = [tuple(line.split()) for line in _read_list(name).splitlines()]
+    for number, words in enumerate(triples, 1):
+        if len(words) != 3:
+            raise Problem(f"line {number} of {FOLDER / name} is not three words; `git checkout data` brings the file back")
+    return triples
 
 
 # ---- the script

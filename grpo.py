@@ -8,8 +8,7 @@ question, a reward model, one update a rollout) this is small, and the reward is
 """
 
 from cli import main_guard
-from data import load_asks
-from ppo import STORIES, arguments, train
+from ppo import STORIES, arguments, different_asks, train
 from run import Run
 
 PROMPTS = 16  # instructions a rollout
@@ -38,8 +37,7 @@ class GRPO:
 
     def ask(self, random):
         """16 different instructions, eight stories each; a group's rows stand together."""
-        asks = load_asks()
-        return [asks[number] for number in random.choice(len(asks), PROMPTS, replace=False) for _ in range(GROUP)]
+        return [words for words in different_asks(random, PROMPTS) for _ in range(GROUP)]
 
     def advantages(self, batch):
         """The story's advantage for each of its tokens: (stories, longest - 1), and what to log."""

@@ -53,6 +53,14 @@ class Rollout:
     returns: torch.Tensor = None  # what the critic learns towards, once PPO has worked it out
 
 
+def different_asks(random, number):
+    """So many of the training asks, none twice."""
+    asks = load_asks()
+    if len(asks) < number:
+        raise Problem(f"a rollout needs {number} different asks, and data/asks-training.txt has {len(asks)}")
+    return [asks[each] for each in random.choice(len(asks), number, replace=False)]
+
+
 def rollout(model, reference, asks, precision):
     """Write a story for each ask at temperature 1, reward it, and score it under the policy and the reference."""
     prompts = [encode(instruction(words)) for words in asks]
@@ -229,8 +237,7 @@ class PPO:
 
     def ask(self, random):
         """128 different instructions, a story each."""
-        asks = load_asks()
-        return [asks[number] for number in random.choice(len(asks), STORIES, replace=False)]
+        return different_asks(random, STORIES)
 
     def advantages(self, batch):
         """How much better each token's return is than its value: (stories, longest - 1), and what to log."""

@@ -289,6 +289,22 @@ def test_every_ask_holds_a_noun_a_verb_and_an_adjective_in_any_order():
     assert len(set(orders)) == 6
 
 
+@pytest.mark.parametrize("read, name", [(data.load_asks, "asks-training.txt"), (lambda: data.read_words("nouns"), "nouns.txt")])
+def test_a_list_that_is_missing_or_not_text_is_a_problem(tmp_path, monkeypatch, read, name):
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+    for make in lambda path: None, lambda path: path.write_bytes(b"\xff\xfe\x00"):
+        make(tmp_path / name)
+        with pytest.raises(data.Problem, match=f"{name}.*git checkout data"):
+            read()
+
+
+def test_an_ask_that_is_not_three_words_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+    (tmp_path / "asks-held-out.txt").write_text("kite river brave\nkite river\n")
+    with pytest.raises(data.Problem, match="line 2 of .*asks-held-out.txt is not three words"):
+        data.load_instructions()
+
+
 def test_drawing_takes_each_triple_once_and_never_the_demo(monkeypatch):
     lists = {"nouns": ["rain", "dog"], "verbs": ["jump"], "adjectives": ["cake", "red"]}
     monkeypatch.setattr(data, "read_words", lists.get)

@@ -61,6 +61,14 @@ def test_ppo_asks_128_different_things_of_the_training_asks():
         assert len(asks) == len(set(asks)) == 128 and set(asks) <= set(data.load_asks())
 
 
+@pytest.mark.parametrize("method, needed", [(ppo.PPO(tiny_model()), 128), (grpo.GRPO(), 16)], ids=["ppo", "grpo"])
+def test_too_few_asks_for_a_rollout_are_a_problem(monkeypatch, method, needed):
+    asks = data.load_asks()[: needed - 1]
+    monkeypatch.setattr(ppo, "load_asks", lambda: asks)
+    with pytest.raises(data.Problem, match=f"{needed} different asks.* has {needed - 1}"):
+        method.ask(np.random.default_rng(1))
+
+
 def test_log_probs_of_a_rollout_are_those_of_a_full_forward_for_each_story_alone(tiny, staged):
     stories = [[5, 6, 7, data.END], [9], [data.END], [8, data.END, 4, 3]]
     other = tiny_model(1)
