@@ -12,7 +12,6 @@ import re
 from collections import Counter
 
 import numpy as np
-import torch
 
 import evaluate
 from cli import Problem, main_guard, progress, say
@@ -72,10 +71,11 @@ class Instructions:
         raise Problem(f"no story of data/train.bin has a listed noun, verb and adjective within {LONGEST} tokens: run python data.py")
 
     def state_dict(self):
-        return {"order": torch.from_numpy(self.order.left), "asked": dict(self.asked)}
+        return {"order": self.order.state_dict(), "asked": dict(self.asked)}
 
     def load_state_dict(self, state):
-        self.order.left, self.asked = state["order"].numpy(), Counter(state["asked"])
+        self.order.load_state_dict(state["order"])
+        self.asked = Counter(state["asked"])
 
 
 def asked_count(share):

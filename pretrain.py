@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import evaluate
-from cli import main_guard, progress, say
+from cli import Problem, main_guard, progress, say
 from data import END, bounds, load_tokens, split_stories
 from model import Config, StoryModel, token_log_probs
 from run import Run, clip_gradients, flags
@@ -118,6 +118,14 @@ class Shuffle:
         number, self.left = self.left[-1], self.left[:-1]
         return number
 
+    def state_dict(self):
+        return {"count": self.count, "left": torch.from_numpy(self.left)}
+
+    def load_state_dict(self, state):
+        if state["count"] != self.count:
+            raise Problem("data/train.bin no longer holds the stories that this run began with: --overwrite starts afresh")
+        self.left = state["left"].numpy()
+
 
 class Rows:
     """An endless stream of rows, (rows, CONTEXT + 1) tokens: shuffled stories, each row beginning with a story.
@@ -144,10 +152,10 @@ class Rows:
 
     def state_dict(self):
         left = None if self.left is None else torch.from_numpy(self.left.astype(np.int64))
-        return {"order": torch.from_numpy(self.order.left), "left": left}
+        return {"order": self.order.state_dict(), "left": left}
 
     def load_state_dict(self, state):
-        self.order.left = state["order"].numpy()
+        self.order.load_state_dict(state["order"])
         self.left = None if state["left"] is None else state["left"].numpy().astype(np.uint16)
 
     def batch(self, rows):

@@ -163,6 +163,13 @@ def test_rows_go_on_where_their_state_was_taken(monkeypatch):
         assert torch.equal(one.batch(20), other.batch(20))
 
 
+def test_a_run_that_began_with_other_stories_is_not_resumed():
+    tokens = [np.array(sum(stories(*lengths), []), dtype=np.uint16) for lengths in (LENGTHS, LENGTHS[:3])]
+    one, other = (pretrain.Rows(each, np.random.default_rng(0)) for each in tokens)
+    with pytest.raises(data.Problem, match="no longer holds the stories"):
+        other.load_state_dict(one.state_dict())
+
+
 # ---- training
 
 
