@@ -24,8 +24,10 @@ def main_guard(main):
         main()
         sys.stdout.flush()
     except Problem as problem:
+        wipe()
         sys.exit(f"{Path(sys.argv[0]).name}: {' '.join(str(problem).split())}")
     except KeyboardInterrupt:
+        wipe()
         sys.exit(130)
     except BrokenPipeError:  # what it was piped to has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -42,15 +44,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def say(line):
-    """A line on stdout, in the place of a bar that may stand there."""
+def wipe():
+    """Make room for a line where a bar may stand."""
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def say(line):
+    """A line on stdout, in the place of a bar that may stand there."""
+    wipe()
     print(line, flush=True)
 
 
 def progress(done, total, note=""):
-    """A bar on stderr, redrawn in place until `say` takes it; silent where stderr is a file."""
+    """A bar on stderr, redrawn in place until `wipe`; silent where stderr is a file."""
     if sys.stderr.isatty():
         share = min(1.0, done / max(total, 1e-9))
         bar = ("#" * int(30 * share)).ljust(30, ".")

@@ -4,6 +4,7 @@ A run is a folder for checkpoints and one of the same name for TensorBoard: `pyt
 checkpoints/grpo/kl-0.05 and runs/grpo/kl-0.05.
 """
 
+import contextlib
 import hashlib
 import math
 import os
@@ -168,13 +169,18 @@ class Run:
 
     def log(self, values):
         """Scalars and texts to TensorBoard, under the count of steps done."""
-        try:
+        with self._logging():
             for key, value in values.items():
                 if isinstance(value, str):
                     self.writer.add_text(key, "\n".join("    " + line for line in value.splitlines()), self.steps)  # as it stands
                 else:
                     self.writer.add_scalar(key, value, self.steps)
-        except OSError as error:  # of its thread, some steps ago
+
+    @contextlib.contextmanager
+    def _logging(self):
+        try:
+            yield
+        except OSError as error:  # of the writer's thread, some steps ago
             raise Problem(f"cannot write below {RUNS}: {reason(error)}") from None
 
     def save_state(self, **parts):
@@ -243,5 +249,6 @@ class Run:
             self.writer.close()
             raise Problem(f"stopped before the first {unit}: no model was written" + "; the old one is still there" * file.exists())
         models.save_checkpoint(file, model, steps=self.steps, minutes=self.minutes, start=self.start_hash)
-        self.writer.close()
         say(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")
+        with self._logging():
+            self.writer.close()

@@ -87,6 +87,21 @@ def test_a_line_takes_the_place_of_a_bar_also_of_a_full_one(monkeypatch, capsys)
     assert capsys.readouterr().out == "done\n"
 
 
+@pytest.mark.parametrize("error, status", [(cli.Problem("no such thing"), "script.py: no such thing"), (KeyboardInterrupt(), 130)])
+def test_what_ends_a_script_takes_the_place_of_its_bar(monkeypatch, capsys, error, status):
+    def main():
+        cli.progress(1, 3)
+        raise error
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main_guard(main)
+    assert ended.value.code == status and terminal.getvalue().endswith("33% \x1b[K\r\x1b[K")
+
+
 def test_requirements_are_pinned():
     for name in "requirements.txt", "requirements-extra.txt":
         lines = (ROOT / name).read_text().splitlines()

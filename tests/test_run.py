@@ -138,13 +138,15 @@ def test_a_run_that_was_killed_in_its_first_rollout_starts_again_from_its_evalua
     assert [event.step for event in events.Scalars("eval/words_used")] == [0, 1]
 
 
-def test_a_full_disk_for_the_logs_is_one_line(quick, workshop, monkeypatch):
+@pytest.mark.parametrize("call", ["add_scalar", "close"])
+def test_a_full_disk_for_the_logs_is_one_line(quick, workshop, monkeypatch, capsys, call):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runs.SummaryWriter, "add_scalar", full)
+    monkeypatch.setattr(runs.SummaryWriter, call, full)
     with pytest.raises(data.Problem, match="cannot write below .*runs: No space left on device"):
         quick(grpo, "--rollouts", 1)
+    assert ("model.pt after" in capsys.readouterr().out) == (call == "close")  # the model is there by then, and it is said
 
 
 def test_a_text_is_logged_as_it_stands(quick, workshop, monkeypatch):
