@@ -102,11 +102,14 @@ def test_a_bar_says_what_a_run_is_at_and_how_much_of_it_is_done(quick, workshop,
     assert bars == [(0, "measuring"), (0, "rollout 1"), (0.5, "rollout 2"), (1, "measuring")]
 
 
-def test_a_seed_gives_the_same_weights_again_and_another_seed_others(quick, workshop):
+def test_a_seed_gives_the_same_asks_and_weights_again_and_another_seed_others(quick, workshop, monkeypatch):
+    asks, made = [], ppo.rollout
+    monkeypatch.setattr(ppo, "rollout", lambda *args: asks.append(args[2]) or made(*args))
     for flags in ("--name", "a"), ("--name", "b"), ("--seed", 2):
         quick(grpo, "--rollouts", 3, *flags)
     a, b, c = (models.read(workshop / f"checkpoints/grpo/kl-0.05-{name}/model.pt")["model"] for name in ("a", "b", "seed-2"))
     assert differences(a, b) == [] and differences(a, c)
+    assert asks[:3] == asks[3:6] and not any(one == other for one, other in zip(asks, asks[6:]))
 
 
 def test_a_resumed_run_keeps_the_reference_and_the_start_that_it_had(quick, workshop, monkeypatch):
