@@ -325,7 +325,6 @@ def main():
         raise Problem('no stories to measure on: pass --valid FILE, or JSON lines with "split": "valid" among them')
     if args.train_tokenizer:
         train_tokenizer(stories("train"))
-        write_whole(FOLDER / ENCODED_WITH, b"")  # what is there was encoded with the old one
     for split in "valid", "train":
         number, tokens, size = write_tokens(stories(split), FOLDER / f"{split}.new.bin")
         print(f"{split}: {number:,} stories, {tokens:,} tokens, {size / max(tokens, 1):.2f} bytes a token")

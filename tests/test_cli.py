@@ -156,6 +156,7 @@ def test_the_main_job_needs_no_flag_but_minutes_and_kl(said, monkeypatch):
         (["--seed", "-1"], "--seed: '-1' is not"),
         (["--device", "nosuch"], "there is no device 'nosuch' here"),
         (["--steps", "3"], "unrecognized arguments: --steps"),
+        (["--minute", "3"], "unrecognized arguments: --minute"),
         (["--from", "nowhere.pt"], "there is no checkpoint nowhere.pt"),
         (["--from", "."], "cannot read ."),
     ],

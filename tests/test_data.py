@@ -50,6 +50,11 @@ def problem(path):
     return str(caught.value)
 
 
+def test_the_mark_that_some_editors_put_first_is_no_part_of_a_story(tmp_path):
+    path = put(tmp_path / "s.txt", b"\xef\xbb\xbfOnce.\n<|endoftext|>\nTwice.")
+    assert [text for text, _ in data.read_stories(path)] == ["Once.", "Twice."]
+
+
 # ---- the tokenizer
 
 

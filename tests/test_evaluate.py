@@ -172,6 +172,9 @@ def test_the_figures_are_those_of_the_stories_written(tiny, monkeypatch):
     assert figures["ended"] == 1 / 2
     assert figures["repeats"] == pytest.approx((1 + 1 + 2 + 1 + 1 + 2) / 6)
     assert (figures["distinct_pairs"], figures["plain_bits_per_byte"], figures["kl"]) == (1, None, 0)
+    other, prompts = tiny_model(1), [data.encode(data.instruction(words)) for words in ASKS for _ in range(2)]
+    kl = [evaluate.drift(*pair, prompts, stories) for pair in ((tiny, other), (other, tiny))]
+    assert evaluate.measure(tiny, CPU, ASKS, each=2, reference=other)["kl"] == pytest.approx(kl[0]) and kl[0] != pytest.approx(kl[1])
 
 
 def test_the_script_writes_the_figures_of_each_model_as_json(workshop, monkeypatch, capsys):

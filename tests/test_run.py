@@ -289,6 +289,7 @@ def test_a_gradient_that_is_not_finite_is_a_problem(worst):
         ([], "kl-0.05"),
         (["--kl", "0"], "kl-0"),
         (["--kl", "0.0"], "kl-0"),
+        (["--kl", "-0"], "kl-0"),
         (["--kl", "5e-2"], "kl-0.05"),
         (["--name", "fast"], "kl-0.05-fast"),
         (["--seed", "2"], "kl-0.05-seed-2"),
