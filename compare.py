@@ -28,7 +28,6 @@ import dpo
 import evaluate
 import model as models
 import ppo
-import preferences
 import run as runs
 from cli import Parser, Problem, main_guard, minutes, positive, say
 
@@ -92,7 +91,7 @@ def write_pairs(rollouts, seed):
     if not file.exists():
         asks = rollouts * ppo.STORIES // STORIES_AN_ASK
         command = ["preferences.py", "--asks", asks, "--stories", STORIES_AN_ASK, "--seed", seed, "--out", file]
-        execute(command + ["--resume"] * preferences.part_of(file).exists())
+        execute(command + ["--resume"] * data.part_of(file).exists())
     return file
 
 

@@ -95,12 +95,17 @@ def train_tokenizer(stories):
     encoding.cache_clear()
 
 
+def part_of(path):
+    """Where a file is until it is complete."""
+    return path.with_name(path.name + ".part")
+
+
 @contextlib.contextmanager
 def replacing(path, errors=OSError):
     """A path to write to instead, whose file takes this one's place once it is whole. An error in `errors` is a `Problem`."""
     if not path.name:
         raise Problem(f"cannot write {path}: it is a folder")
-    part = path.with_name(path.name + ".part")
+    part = part_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield part

@@ -18,7 +18,7 @@ import torch
 
 import model as models
 from cli import Parser, Problem, main_guard, positive, progress, reason, say, whole
-from data import FOLDER, STORY_TOKENS, decode, encode, instruction, load_asks, write_whole
+from data import FOLDER, STORY_TOKENS, decode, encode, instruction, load_asks, part_of, write_whole
 from model import FINETUNED, for_writing, load_checkpoint
 from rewards import words_used
 from run import file_hash
@@ -39,11 +39,6 @@ def pair(words, stories):
         return None
     told = lambda row: {"score": scores[row], "tokens": stories[row], "text": texts[row]}
     return {"ask": list(words), "chosen": told(best), "rejected": told(worst)}
-
-
-def part_of(path):
-    """Where a file of pairs is until it is complete."""
-    return path.with_name(path.name + ".part")
 
 
 def load_pairs(path=PAIRS):

@@ -226,7 +226,7 @@ def test_more_rollouts_than_dpo_has_asks_for_are_refused_before_any_run(commands
 
 def test_pairs_that_were_begun_go_on_and_complete_ones_are_not_written_again(commands, workshop):
     file = workshop / f"preferences-{runs.file_hash(models.FINETUNED)}-4-seed-1.jsonl"
-    preferences.part_of(file).write_text("")
+    data.part_of(file).write_text("")
     commands.left["dpo-beta-0.1"] = (2, 1.0)
     with pytest.raises(data.Problem, match="stopped"):
         commands("--rollouts", 4, "--seeds", 1)

@@ -93,9 +93,9 @@ def test_a_file_is_replaced_only_by_one_that_is_complete(quick, workshop, tmp_pa
         stopped.setattr(preferences, "progress", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # after a batch
         with pytest.raises(KeyboardInterrupt):
             quick(preferences, "--asks", 20, "--stories", 2, "--out", path, *flags)
-    assert path.read_text() == before and preferences.part_of(path).exists()
+    assert path.read_text() == before and data.part_of(path).exists()
     quick(preferences, "--asks", 40, "--stories", 2, "--out", path, "--resume")
-    assert path.read_text().startswith(before) and not preferences.part_of(path).exists()
+    assert path.read_text().startswith(before) and not data.part_of(path).exists()
 
 
 def test_no_more_stories_are_written_at_once_than_elsewhere(quick, workshop, told, tmp_path):
