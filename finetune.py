@@ -114,12 +114,11 @@ def main():
     parts = {"model": model, "muon": muon, "adam": adam, "instructions": instructions}
     if args.resume:
         run.load_state(**parts)
-    plain = evaluate.load_plain()
 
     def measure(asks):
         used, other, ended = follows(model, run.precision, asks)
         with run.precision():
-            bits = evaluate.bits_per_byte(model, plain)
+            bits = evaluate.bits_per_byte(model, run.plain)
         run.log({"eval/words_used": used, "eval/other_words_used": other, "eval/ended": ended, "eval/plain_loss": bits})
         say(f"words used {used:.1%}, another ask's {other:.1%}, ended {ended:.1%}, plain stories {bits:.4f} bits per byte")
 
@@ -137,10 +136,10 @@ def main():
             run.save_state(**parts)
         if run.share() - measured > 0.1:
             measured = run.share()
-            measure(load_instructions()[:MEASURE_ASKS])
+            measure(run.asks[:MEASURE_ASKS])
     if run.steps:
         run.save_state(**parts)
-        measure(load_instructions())
+        measure(run.asks)
     run.finish(model.bfloat16(), "step")
 
 

@@ -93,6 +93,7 @@ class Run:
         if args.resume:
             self._read_state(args)
         if getattr(args, "start", None):
+            self.asks, self.plain = load_instructions(), evaluate.load_plain()  # to measure on: before anything is thrown away
             # trained in place: a script that needs it as it was copies it first
             self.base, self.start_hash = models.load_checkpoint(args.start, self.device), file_hash(args.start)
             if args.overwrite and Path(args.start).resolve().is_relative_to(self.folder.resolve()):
@@ -205,7 +206,7 @@ class Run:
         """Measure on held-out asks and plain stories, log and print it with the demo story, keep the model."""
         self.save_state(**parts)  # first, so that a second Ctrl-C does not cost the steps before it
         progress(self.share(), 1, "measuring")
-        figures = evaluate.measure(model, self.precision, load_instructions()[:MEASURE_ASKS], 2, evaluate.load_plain(), reference)
+        figures = evaluate.measure(model, self.precision, self.asks[:MEASURE_ASKS], 2, self.plain, reference)
         story = write(models.for_writing(model, self.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
         names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}
         self.log({name: figures[key] for name, key in names.items() if figures[key] is not None} | {"demo/story": story})

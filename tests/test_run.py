@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -329,6 +330,16 @@ def test_overwrite_keeps_the_old_model_until_there_is_a_new_one(quick, workshop,
         with pytest.raises(data.Problem, match="not a finite number"):
             quick(ppo, "--rollouts", 1, "--overwrite")
     assert model.read_bytes() == before
+
+
+@pytest.mark.parametrize("module, name", [(evaluate, "load_plain"), (runs, "load_instructions")])
+def test_overwrite_throws_nothing_away_where_there_is_nothing_to_measure_on(quick, workshop, monkeypatch, module, name):
+    quick(ppo, "--rollouts", 1)
+    before = {path: path.read_bytes() for path in workshop.rglob("*") if path.is_file()}
+    monkeypatch.setattr(module, name, Mock(side_effect=data.Problem("cannot read it")))
+    with pytest.raises(data.Problem, match="cannot read it"):
+        quick(ppo, "--rollouts", 1, "--overwrite")
+    assert {path: path.read_bytes() for path in workshop.rglob("*") if path.is_file()} == before
 
 
 def test_a_run_is_not_resumed_when_the_model_it_started_from_is_another_one_now(quick, workshop):
