@@ -250,8 +250,9 @@ def test_a_cpu_that_multiplies_bfloat16_does_unless_told_otherwise(monkeypatch, 
     monkeypatch.delenv("STORY_FLOAT32", raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True})
     assert models.pick_device("cpu") == (torch.device("cpu"), torch.bfloat16)
-    monkeypatch.setenv("STORY_FLOAT32", "1")
-    assert models.pick_device("cpu") == (torch.device("cpu"), torch.float32)
+    for told, dtype in ("1", torch.float32), ("0", torch.bfloat16), ("", torch.bfloat16):
+        monkeypatch.setenv("STORY_FLOAT32", told)
+        assert models.pick_device("cpu") == (torch.device("cpu"), dtype)
 
 
 def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch):
