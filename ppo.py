@@ -33,6 +33,7 @@ EPOCHS = 2
 MINIBATCH = 16
 PIECE = 8  # stories whose gradients are computed at once: less memory, the same sum
 LEARNING_RATE = 5e-5
+LEVEL = 8  # rollouts at the full rate
 CRITIC_RATE, CRITIC_BIAS_RATE = 1e-4, 0.1
 MEASURE_EVERY = 10  # rollouts
 
@@ -145,6 +146,14 @@ def policy_step(model, optimizer, batch, rows, advantages, weights, kl, precisio
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sums
+
+
+def learning_rate(rollout):
+    """The policy's rate in a rollout, counted from 1: level at first, then falling as one over the rollout's number.
+
+    Most of a step is noise. Steps that shrink like a / n average it out and still get anywhere: Robbins and Monro 1951.
+    """
+    return LEARNING_RATE * min(1.0, LEVEL / rollout)
 
 
 def optimizer_of(model, rate):
@@ -282,6 +291,7 @@ def train(run, method, kl):
         run.load_state(**parts)
     for number in run.loop(model, parts, "rollout", MEASURE_EVERY):
         start = time.perf_counter()
+        optimizer.param_groups[0]["lr"] = rate = learning_rate(number)
         asks = method.ask(run.random)
         batch = rollout(model, reference, asks, run.precision)
         advantages, own = method.advantages(batch)
@@ -290,7 +300,7 @@ def train(run, method, kl):
         kl_now = (kl_terms(batch.log_probs, batch.reference) * batch.mask).sum(1).mean().item()
         speed = len(asks) / (time.perf_counter() - start)
         reward, length = batch.rewards.mean().item(), tokens / len(asks)
-        run.log({**figures, **own, "rollout/reward": reward, "rollout/kl": kl_now, "rollout/ended": batch.ended})
+        run.log({**figures, **own, "rollout/reward": reward, "rollout/kl": kl_now, "rollout/ended": batch.ended, "update/rate": rate})
         entropy = -batch.log_probs.sum().item() / max(1, tokens)  # the mean of -log p over tokens drawn from p estimates it
         run.log({"rollout/length": length, "rollout/entropy": entropy, "speed/stories_per_second": speed})
         run.log({"rollout/group": group_text(asks, batch, advantages)})

@@ -7,6 +7,7 @@ import pytest
 import torch
 from by_hand import FLOAT32, Recorder, nudged, plain_loss
 from conftest import tiny_model
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import data
 import evaluate
@@ -491,6 +492,22 @@ def test_the_optimizers_of_a_run_decay_no_weight_and_have_the_rates_of_the_docs(
     state = models.read(workshop / "checkpoints/ppo/kl-0.05/state.pt")
     groups = state["optimizer"]["param_groups"] + state["method"]["optimizer"]["param_groups"]
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(5e-5, 0), (1e-4, 0), (0.1, 0)]
+
+
+def test_the_rate_is_level_for_eight_rollouts_and_then_falls_as_one_over_their_number():
+    rates = {1: 5e-5, 8: 5e-5, 10: 4e-5, 16: 2.5e-5, 40: 1e-5}
+    assert {number: ppo.learning_rate(number) for number in rates} == pytest.approx(rates)
+
+
+def test_a_run_follows_the_rate_when_it_goes_on_too_and_the_critic_keeps_its_own(quick, workshop, monkeypatch):
+    monkeypatch.setattr(ppo, "LEVEL", 1)
+    quick(ppo, "--rollouts", 2)
+    quick(ppo, "--rollouts", 4, "--resume")
+    state = models.read(workshop / "checkpoints/ppo/kl-0.05/state.pt")
+    assert [group["lr"] for group in state["optimizer"]["param_groups"]] == [5e-5 / 4]
+    assert [group["lr"] for group in state["method"]["optimizer"]["param_groups"]] == [1e-4, 0.1]
+    log = EventAccumulator(str(workshop / "runs/ppo/kl-0.05")).Reload()
+    assert [event.value for event in log.Scalars("update/rate")] == pytest.approx([5e-5, 5e-5 / 2, 5e-5 / 3, 5e-5 / 4])
 
 
 def test_no_rollout_outlives_the_next_one(quick, monkeypatch):

@@ -24,7 +24,7 @@ import run as runs
 BOTH = pytest.mark.parametrize("script", [ppo, grpo])
 ORDER = "cli data rewards model sample evaluate run pretrain finetune ppo grpo preferences dpo compare draw memory bench tricks".split()
 SHARED = """rollout/reward rollout/kl rollout/ended rollout/length rollout/entropy update/loss update/clip_fraction update/ratio
-    update/grad_norm speed/stories_per_second eval/words_used eval/plain_loss eval/ended""".split()
+    update/grad_norm update/rate speed/stories_per_second eval/words_used eval/plain_loss eval/ended""".split()
 OWN = {ppo: ["critic/loss", "critic/explained_variance"], grpo: ["rollout/tied_groups"]}
 
 
