@@ -151,7 +151,7 @@ def policy_step(model, optimizer, batch, rows, advantages, weights, kl, precisio
 def learning_rate(rollout):
     """The policy's rate in a rollout, counted from 1: level at first, then falling as one over the rollout's number.
 
-    Most of a step is noise. Steps that shrink like a / n average it out and still get anywhere: Robbins and Monro 1951.
+    Most of a step is noise. Steps that shrink so average it out, and yet their sum has no bound: Robbins and Monro 1951.
     """
     return LEARNING_RATE * min(1.0, LEVEL / rollout)
 

@@ -22,7 +22,7 @@ SOURCES = {  # page: the results that its figures come from, or, after a colon, 
     "06-ppo.md": "training compare-minutes-10 compare-minutes-10-logs:ppo",
     "07-grpo.md": "training compare-minutes-10 compare-minutes-10-logs:grpo",
     "08-preferences-and-dpo.md": "compare-minutes-10",
-    "09-comparison.md": "compare-minutes-10 compare-rollouts-32",
+    "09-comparison.md": "compare-minutes-10 compare-rollouts-32 level-rate-32",
     "10-memory.md": "memory",
     "11-speed.md": "speed tricks training compare-minutes-10",
 }
