@@ -210,8 +210,8 @@ def pick_device(name=None):
     else:
         can = torch.cpu.get_capabilities() if device.type == "cpu" else {}
         native = bool(can.get("amx_bf16") or can.get("avx512_bf16"))
-    native = native and os.environ.get("STORY_FLOAT32", "0") in ("", "0")
-    return device, torch.bfloat16 if native else torch.float32
+    forbidden = os.environ.get("STORY_FLOAT32", "0") not in ("", "0")
+    return device, torch.bfloat16 if native and not forbidden else torch.float32
 
 
 class Precision:

@@ -246,11 +246,10 @@ class Run:
     def finish(self, model, unit):
         """Write the final model, close the run, and say where it is. Raises `Problem` where there was no step to make one."""
         file = self.folder / "model.pt"
-        if not self.steps:
-            with self._logging():
-                self.writer.close()
-            raise Problem(f"stopped before the first {unit}: no model was written" + "; the old one is still there" * file.exists())
-        models.save_checkpoint(file, model, steps=self.steps, minutes=self.minutes, start=self.start_hash)
-        say(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")
+        if self.steps:
+            models.save_checkpoint(file, model, steps=self.steps, minutes=self.minutes, start=self.start_hash)
+            say(f"wrote {file} after {self.minutes:.1f} minutes and {self.steps} {unit}s; tensorboard --logdir runs")
         with self._logging():
             self.writer.close()
+        if not self.steps:
+            raise Problem(f"stopped before the first {unit}: no model was written" + "; the old one is still there" * file.exists())
