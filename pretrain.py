@@ -147,7 +147,7 @@ class Rows:
             start, end = self.bounds[next(self.order)]
             parts.append(self.tokens[start:end])
             size += end - start
-        self.left = parts[-1] if size > CONTEXT + 1 and len(parts[-1]) <= CONTEXT and len(parts) > 2 else None
+        self.left = parts[-1] if size > CONTEXT + 1 and len(parts[-1]) <= CONTEXT else None
         return np.concatenate(parts)[: CONTEXT + 1]
 
     def state_dict(self):
@@ -229,11 +229,11 @@ def main():
         if run.steps % 20 == 0:
             rate = seen / (time.monotonic() - clock)
             line = f"step {run.steps}  {run.minutes:.1f} min  loss {loss:.3f}  {rate:,.0f} tokens/s"
-            seen, clock = 0, time.monotonic()
             if run.minutes - measured > args.minutes / 12:
                 line += "  " + measure(valid[: MEASURED // 5])
                 measured = run.minutes
             say(line)
+            seen, clock = 0, time.monotonic()
     if run.steps:
         save()
         say(measure(valid, "eval/final_bits_per_byte") + f" after {run.minutes:.1f} minutes and {run.steps} steps")
