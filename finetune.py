@@ -108,6 +108,7 @@ def follows(model, precision, asks):
 def main():
     args = flags(__doc__, CHECKPOINTS / "pretrained" / "model.pt", unit="steps", budget=24.0).parse_args()
     tokens = load_tokens("train")
+    next(Instructions(tokens, np.random.default_rng(0)))  # a story that will do, or a Problem, before anything is thrown away
     run = Run(args, "finetuned")
     model, instructions = run.base, Instructions(tokens, run.random)
     muon, adam = optimizers(model, MUON, ADAM, run.precision.dtype)

@@ -7,6 +7,8 @@ the rollout, the ratio, the clip, the KL, the loop, is `ppo.py`'s. Against DeepS
 question, a reward model, one update a rollout) this is small, and the reward is a rule.
 """
 
+import numpy as np
+
 from cli import main_guard
 from ppo import STORIES, arguments, different_asks, train
 from run import Run
@@ -60,6 +62,7 @@ class GRPO:
 
 def main():
     args = arguments(__doc__).parse_args()
+    different_asks(np.random.default_rng(0), PROMPTS)  # as in ppo.py
     run = Run(args, f"grpo/kl-{args.kl:g}")
     train(run, GRPO(), args.kl)
 

@@ -333,6 +333,7 @@ def main():
     reward_kl, loss_kl = (args.kl, 0.0) if args.kl_in == "reward" else (0.0, args.kl)
     if args.kl_in == "reward" and not reward_kl:
         raise Problem("--kl-in reward needs a --kl above 0")
+    different_asks(np.random.default_rng(0), STORIES)  # there are enough, or a Problem, before anything is thrown away
     label = f"kl-{args.kl:g}" + f"-lam-{args.lam:g}" * (args.lam != 1) + "-kl-in-reward" * (reward_kl > 0)
     run = Run(args, f"ppo/{label}" + "-critic-model" * (args.critic == "model"))
     critic = CriticModel(run.base, run.precision) if args.critic == "model" else None

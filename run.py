@@ -41,7 +41,7 @@ def flags(description, start, unit="rollouts", budget=10.0):
     parser.add_argument("--name", type=name, help="added to the run's folder, to keep it apart from others")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     parser.add_argument("--resume", action="store_true", help="go on with the run of this name; its earlier minutes and steps count")
-    parser.add_argument("--overwrite", action="store_true", help="throw the run of this name away first")
+    parser.add_argument("--overwrite", action="store_true", help="start this run afresh; the model stays until there is a new one")
     return parser
 
 
@@ -128,11 +128,13 @@ class Run:
         try:
             clock = self.state["run"]
             self.steps, self.earlier, start, known = clock["steps"], clock["minutes"], clock["start"], clock["start_hash"]
-            kind = clock["kind"]
+            kind, seed = clock["kind"], clock.get("seed", args.seed)
         except (LookupError, TypeError):
             raise Problem(f"{self.state_file} is not the state of a run: --overwrite starts afresh") from None
         if kind != self.kind:
             raise Problem(f"{self.state_file} is of a run {kind}, not {self.kind}: give the flags that it was started with")
+        if seed != args.seed:  # --name seed-2 and --seed 2 are one folder
+            raise Problem(f"{self.state_file} is of a run with --seed {seed}, not {args.seed}: give the flags that it was started with")
         if start:
             start = (RUNS.parent / start).resolve()
             if Path(args.start).resolve() not in (start, Path(args.usual_start).resolve()):
@@ -188,7 +190,7 @@ class Run:
         """Write all that a resumed run needs: weights, optimizers, random states, counters."""
         states = {key: part.state_dict() if hasattr(part, "state_dict") else part for key, part in parts.items()}
         start = getattr(self.args, "start", None)
-        clock = {"kind": self.kind, "steps": self.steps, "minutes": self.minutes, "start_hash": self.start_hash}
+        clock = {"kind": self.kind, "seed": self.args.seed, "steps": self.steps, "minutes": self.minutes, "start_hash": self.start_hash}
         clock |= {"start": relative(start) if start else ""}
         clock |= {"torch_random": torch.get_rng_state(), "numpy_random": self.random.bit_generator.state}
         models.save({**states, "run": clock}, self.state_file)
@@ -227,7 +229,7 @@ class Run:
 
         reported = lambda: (self.folder / f"{unit}-{self.steps}.pt").exists()
         report = lambda: self.report(model, parts, unit, reference)
-        if self.steps % every == 0 and not reported():  # a resumed run makes up for one that was broken off
+        if self.steps % every == 0 and not self.stopped and not reported():  # a resumed run makes up for one that was broken off
             report()
         while not self.over():
             progress(self.share(), 1, f"{unit} {self.steps + 1}")
@@ -237,10 +239,10 @@ class Run:
                 report()
             elif self.due():
                 self.save_state(**parts)
-        if reported():
-            self.save_state(**parts)  # its clock went on while it was measured
-        elif self.steps:
+        if self.steps and not reported():
             report()
+        else:
+            self.save_state(**parts)  # the clock went on since the last time
         self.finish(model, unit)
 
     def finish(self, model, unit):

@@ -36,10 +36,9 @@ def commands(workshop, monkeypatch):
     `left` holds, for scripts that end early, (steps, minutes) of the state they leave.
     """
     seen, left = [], {}
-    for module in compare, dpo:
-        monkeypatch.setattr(module, "FINETUNED", workshop / "checkpoints/finetuned/model.pt", raising=False)
     asks = data.load_asks()
-    monkeypatch.setattr(data, "load_asks", lambda: asks)
+    for module in data, ppo:
+        monkeypatch.setattr(module, "load_asks", lambda: asks)
     monkeypatch.setattr(data, "FOLDER", workshop)
     monkeypatch.setattr(compare, "measure", lambda path, args: seen.append(f"measure {path.parent.name}") or dict(FIGURES))
 

@@ -214,6 +214,17 @@ def test_a_run_stopped_before_its_first_rollout_leaves_the_old_model_and_says_so
     assert model.read_bytes() == before
 
 
+def test_a_run_stopped_while_it_starts_measures_nothing_and_can_go_on(quick, workshop, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo, "optimizer_of", lambda *args, made=ppo.optimizer_of: [signal.raise_signal(signal.SIGINT), made(*args)][1])
+        patch.setattr(evaluate, "measure", Mock(side_effect=AssertionError("measured")))
+        with pytest.raises(data.Problem, match="stopped before the first rollout"):
+            quick(ppo, "--rollouts", 1)
+    quick(ppo, "--rollouts", 1, "--resume")
+    events = EventAccumulator(str(workshop / "runs/ppo/kl-0.05")).Reload()
+    assert [event.step for event in events.Scalars("eval/words_used")] == [0, 1]
+
+
 def test_a_run_whose_evaluation_takes_all_its_time_still_makes_one_rollout(quick, workshop):
     quick(ppo, "--minutes", 1e-9)
     assert state(workshop, "ppo/kl-0.05")["run"]["steps"] == 1
@@ -332,14 +343,21 @@ def test_overwrite_keeps_the_old_model_until_there_is_a_new_one(quick, workshop,
     assert model.read_bytes() == before
 
 
-@pytest.mark.parametrize("module, name", [(evaluate, "load_plain"), (runs, "load_instructions")])
-def test_overwrite_throws_nothing_away_where_there_is_nothing_to_measure_on(quick, workshop, monkeypatch, module, name):
-    quick(ppo, "--rollouts", 1)
+@pytest.mark.parametrize("script", [ppo, grpo])
+@pytest.mark.parametrize("module, name", [(evaluate, "load_plain"), (runs, "load_instructions"), (ppo, "load_asks")])
+def test_overwrite_throws_nothing_away_where_there_is_nothing_to_ask_for_or_measure_on(quick, workshop, monkeypatch, script, module, name):
+    quick(script, "--rollouts", 1)
     before = {path: path.read_bytes() for path in workshop.rglob("*") if path.is_file()}
     monkeypatch.setattr(module, name, Mock(side_effect=data.Problem("cannot read it")))
     with pytest.raises(data.Problem, match="cannot read it"):
-        quick(ppo, "--rollouts", 1, "--overwrite")
+        quick(script, "--rollouts", 1, "--overwrite")
     assert {path: path.read_bytes() for path in workshop.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_is_not_resumed_with_another_seed_whose_folder_has_the_same_name(quick, workshop):
+    quick(ppo, "--rollouts", 1, "--name", "seed-2")
+    with pytest.raises(data.Problem, match="is of a run with --seed 1, not 2"):
+        quick(ppo, "--rollouts", 2, "--seed", 2, "--resume")
 
 
 def test_a_run_is_not_resumed_when_the_model_it_started_from_is_another_one_now(quick, workshop):
