@@ -13,7 +13,6 @@ for one learned from.
 import shlex
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ import data
 import grpo
 import model as models
 import ppo
-from cli import Parser, Problem, main_guard, positive, progress, say
+from cli import Parser, Problem, main_guard, output, positive, progress, say
 from data import STORY_TOKENS, VOCABULARY
 from evaluate import SCORED, write_json
 from memory import peak, random_stories
@@ -127,7 +126,7 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("--repeats", type=positive, default=3, help="times each figure is taken, after one to warm up (default 3)")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="only figures whose names hold one of these (default: all)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    parser.add_argument("--json", metavar="FILE", type=output, help="write the figures there too")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     args = parser.parse_args()
     device, dtype = models.pick_device(args.device)
@@ -176,7 +175,8 @@ def main():
     gib = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak()) / 2**30
     print(f"peak memory {gib:.2f} GiB")
     if args.json:
-        command = shlex.join(["python", "bench.py", "--repeats", str(args.repeats), *["--only", *args.only] * any(args.only)])
+        chosen = [*["--only", *args.only] * any(args.only), *["--device", args.device] * bool(args.device)]
+        command = shlex.join(["python", "bench.py", "--repeats", str(args.repeats), *chosen])
         content = {"command": command, "device": str(device), "dtype": str(dtype), "peak_memory_gib": gib, "figures": results}
         write_json(args.json, content)
 

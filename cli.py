@@ -84,5 +84,7 @@ weight = kind(
 )
 share = kind(lambda text: float(text) + 0.0, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 positive = kind(int, lambda value: value > 0, "a whole number of 1 or more")
-name = kind(str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch, "a plain name: letters, digits, dots and dashes")
+name = kind(str, re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}").fullmatch, "a plain name: 100 letters, digits, dots, dashes at most")
+output = kind(Path, lambda path: not path.is_dir(), "a file: it is a folder")
+several = kind(int, lambda value: value > 1, "a whole number of 2 or more")
 whole = kind(int, lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295")

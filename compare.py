@@ -18,7 +18,6 @@ import platform
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ import evaluate
 import model as models
 import ppo
 import run as runs
-from cli import Parser, Problem, main_guard, minutes, positive, say
+from cli import Parser, Problem, main_guard, minutes, output, positive, say
 
 METHODS = {
     "ppo-kl-0.05": ["ppo.py", "--kl", "0.05"],
@@ -206,7 +205,7 @@ def main():
     budget.add_argument("--minutes", type=minutes, help="minutes of each run, in place of rollouts")
     parser.add_argument("--seeds", type=positive, default=5, help="seeds 1 to this (default 5)")
     parser.add_argument("--stories", type=positive, default=2, help="stories written for each of the 200 asks (default 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the results (default runs/compare-BUDGET.json)")
+    parser.add_argument("--json", type=output, metavar="FILE", help="the results (default runs/compare-BUDGET.json)")
     args = parser.parse_args()
     if not args.minutes and not args.rollouts:
         args.rollouts = 32

@@ -197,7 +197,7 @@ def write_tokens(stories, path):
                 if sys.stderr.isatty():
                     print(f"\r{path.name}: {counts[0]:,} stories, {counts[1]:,} tokens", end="", file=sys.stderr)
             if not counts[0]:
-                raise Problem(f"no stories for {path.name}")
+                raise Problem(f"no stories for {path.name.replace('.new', '')}")
     finally:
         if sys.stderr.isatty():
             print(file=sys.stderr)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import run as runs
-from cli import Parser, Problem, main_guard, reason, say
+from cli import Parser, Problem, main_guard, output, reason, say
 from compare import folder_of
 
 PANELS = [("rollout/reward", "eval/words_used", "reward"), ("rollout/kl", "eval/kl", "KL from the reference, nats a story")]
@@ -41,7 +41,7 @@ def mean_over_seeds(curves):
 def main():
     parser = Parser(__doc__)
     parser.add_argument("results", type=Path, help="what compare.py wrote")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the picture (default: beside the results)")
+    parser.add_argument("--out", type=output, metavar="FILE", help="the picture (default: beside the results)")
     args = parser.parse_args()
     try:
         import matplotlib

@@ -22,7 +22,7 @@ import torch
 
 import data
 import model as models
-from cli import Parser, Problem, main_guard, positive, progress, say
+from cli import Parser, Problem, main_guard, output, positive, progress, say
 from data import END, STORY_TOKENS, decode, encode, instruction, load_instructions
 from model import CHECKPOINTS, FINETUNED, for_writing, load_checkpoint, pack, token_log_probs
 from rewards import count, words_used
@@ -189,7 +189,7 @@ def main():
     parser.add_argument("checkpoints", nargs="*", metavar="PATH", help="checkpoints to compare (default: every final one)")
     parser.add_argument("--plain", metavar="FILE", default=PLAIN, help="plain stories for the loss (default data/plain.txt)")
     parser.add_argument("--stories", type=positive, default=4, help="stories written for each of the 200 asks (default 4)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    parser.add_argument("--json", metavar="FILE", type=output, help="write the figures there too")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     args = parser.parse_args()
     device, dtype = models.pick_device(args.device)

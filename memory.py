@@ -10,7 +10,6 @@ import concurrent.futures
 import math
 import multiprocessing
 import sys
-from pathlib import Path
 
 import torch
 
@@ -18,7 +17,7 @@ import data
 import dpo
 import grpo
 import ppo
-from cli import Parser, Problem, main_guard
+from cli import Parser, Problem, main_guard, output
 from data import STORY_TOKENS, VOCABULARY
 from evaluate import write_json
 from model import Config, Precision, StoryModel, pack
@@ -111,7 +110,7 @@ def alone(work, *args):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too, in bytes")
+    parser.add_argument("--json", metavar="FILE", type=output, help="write the figures there too, in bytes")
     args = parser.parse_args()
     columns = ["weights", "gradients", "optimizer", "reference", "peak"]
     print(f"{'MiB':20} {'parameters':>10} " + " ".join(f"{column:>10}" for column in columns), flush=True)

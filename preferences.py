@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import model as models
-from cli import Parser, Problem, main_guard, positive, progress, reason, say, whole
+from cli import Parser, Problem, main_guard, output, positive, progress, reason, say, several, whole
 from data import FOLDER, STORY_TOKENS, decode, encode, instruction, load_asks, part_of, write_whole
 from model import FINETUNED, for_writing, load_checkpoint
 from rewards import words_used
@@ -70,18 +70,16 @@ def asks_of(seed):
 def main():
     parser = Parser(__doc__)
     parser.add_argument("--asks", type=positive, default=500, help="how many of the training asks (default 500)")
-    parser.add_argument("--stories", type=positive, default=8, help="stories written for each (default 8)")
-    parser.add_argument("--out", type=Path, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
+    parser.add_argument("--stories", type=several, default=8, help="stories written for each (default 8)")
+    parser.add_argument("--out", type=output, default=PAIRS, metavar="FILE", help="(default data/preferences.jsonl)")
     parser.add_argument("--seed", type=whole, default=1, help="of the asks and the stories (default 1)")
     parser.add_argument("--from", dest="start", metavar="FILE", default=FINETUNED, help="who writes (default: the fine-tuned model)")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     parser.add_argument("--resume", action="store_true", help="go on with a file that is not complete")
-    parser.add_argument("--overwrite", action="store_true", help="throw the file away first")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file, once the new one is complete")
     args = parser.parse_args()
     if args.resume and args.overwrite:
         raise Problem("--resume and --overwrite exclude each other")
-    if args.out.is_dir():
-        raise Problem(f"cannot write {args.out}: it is a folder")
     part = part_of(args.out)
     begun = next((file for file in (part, args.out) if file.exists()), None)
     if args.resume and not begun:

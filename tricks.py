@@ -11,7 +11,6 @@ token: a machine that drifts changes it less than seconds.
 import contextlib
 import math
 import statistics
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -23,7 +22,7 @@ import model as models
 import ppo
 import sample
 from bench import ceiling, clock
-from cli import Parser, main_guard, positive, progress, say
+from cli import Parser, main_guard, output, positive, progress, say
 from data import STORY_TOKENS
 from evaluate import load_plain, write_json
 from memory import alone
@@ -93,7 +92,7 @@ def trial(task, left_out, device):
 def main():
     parser = Parser(__doc__)
     parser.add_argument("--repeats", type=positive, default=3, help="times each is taken (default 3)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    parser.add_argument("--json", metavar="FILE", type=output, help="write the figures there too")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     args = parser.parse_args()
     trials = [("writing", None), ("learning", None), *((task, name) for name, (task, *_) in TRICKS.items())]
@@ -102,16 +101,18 @@ def main():
         for number, each in enumerate(trials):
             progress(repeat * len(trials) + number, args.repeats * len(trials), each[1] or each[0])
             found[each].append(alone(trial, *each, args.device))
-    say(f"{'MFLOP a token':38} {'task':9} {'without':>9} {'with':>9} {'times as fast':>14}")
+    width = max(map(len, TRICKS))
+    say(f"{'MFLOP a token':{width}} {'task':9} {'without':>9} {'with':>9} {'times as fast':>14}")
     rows = []
     for name, (task, *_) in TRICKS.items():
         ratios = [without / all_on for without, all_on in zip(found[task, name], found[task, None])]
         row = {"name": name, "task": task, "without": statistics.median(found[task, name]), "with": statistics.median(found[task, None])}
         rows.append(row | {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)})
         spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
-        say(f"{name:38} {task:9} {row['without']:9,.0f} {row['with']:9,.0f} {rows[-1]['ratio']:14.2f} {spread}")
+        say(f"{name:{width}} {task:9} {row['without']:9,.0f} {row['with']:9,.0f} {rows[-1]['ratio']:14.2f} {spread}")
     if args.json:
-        write_json(args.json, {"command": f"python tricks.py --repeats {args.repeats}", "tricks": rows})
+        command = f"python tricks.py --repeats {args.repeats}" + f" --device {args.device}" * bool(args.device)
+        write_json(args.json, {"command": command, "tricks": rows})
 
 
 if __name__ == "__main__":

@@ -153,6 +153,7 @@ def test_the_main_job_needs_no_flag_but_minutes_and_kl(said, monkeypatch):
         (["--kl", "inf"], "--kl: 'inf' is not"),
         (["--name", "../x"], "--name: '../x' is not a plain name"),
         (["--name", ""], "--name: '' is not"),
+        (["--name", "x" * 101], "is not a plain name: 100 letters"),
         (["--seed", "-1"], "--seed: '-1' is not"),
         (["--device", "nosuch"], "there is no device 'nosuch' here"),
         (["--steps", "3"], "unrecognized arguments: --steps"),
@@ -200,6 +201,19 @@ def test_a_missing_a_truncated_and_a_foreign_checkpoint_get_one_line(said, works
 )
 def test_bad_input_to_sample_gets_one_line(said, argv, part):
     assert part in complaint(said, sample, *argv)
+
+
+def test_one_story_an_ask_can_never_be_a_pair_and_is_refused(said):
+    assert "--stories: '1' is not a whole number of 2 or more" in complaint(said, preferences, "--stories", 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [(bench, "--json"), (compare, "--json"), (evaluate, "--json"), (memory, "--json"), (tricks, "--json"), (preferences, "--out")],
+)
+def test_a_folder_where_a_file_is_to_be_written_is_found_out_at_once(said, workshop, script, flag):
+    for path in workshop, ".":
+        assert f"{flag}: '{path}' is not a file: it is a folder" in complaint(said, script, flag, path)
 
 
 def test_a_missing_token_file_names_the_command_that_makes_it(said, workshop, monkeypatch):

@@ -103,12 +103,6 @@ def test_no_more_stories_are_written_at_once_than_elsewhere(quick, workshop, tol
     assert told == [120, 120, 60]
 
 
-def test_a_folder_in_the_file_s_place_is_a_problem(quick, workshop, tmp_path):
-    for path in tmp_path, ".":
-        with pytest.raises(data.Problem, match="it is a folder"):
-            quick(preferences, "--out", path)
-
-
 def test_a_file_that_is_there_is_neither_overwritten_nor_mixed_with_other_settings(quick, workshop, told, tmp_path):
     path = tmp_path / "pairs.jsonl"
     quick(preferences, "--asks", 20, "--stories", 2, "--out", path)
@@ -167,9 +161,3 @@ def test_resuming_with_fewer_asks_loses_no_pair(quick, workshop, tmp_path, monke
 def test_resuming_a_file_that_is_not_there_says_so(quick, workshop, tmp_path):
     with pytest.raises(data.Problem, match="nothing to resume"):
         quick(preferences, "--asks", 2, "--out", tmp_path / "pairs.jsonl", "--resume")
-
-
-def test_a_folder_in_the_files_place_is_a_problem(quick, workshop, tmp_path):
-    for flag in "--resume", "--overwrite":
-        with pytest.raises(data.Problem):
-            quick(preferences, "--asks", 2, "--stories", 1, "--out", tmp_path, flag)
