@@ -12,7 +12,7 @@ PAGES = [TOP / "README.md", TOP / "checkpoints" / "README.md", *sorted((TOP / "d
 MEASURED = re.compile(r"^## (What to expect|The commands|Figures)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"(?<![\w.,-])-?\d[\d,]*(?:\.\d+)?%?(?![\w-])")
 SOURCES = {  # page: the results that its figures come from, or, after a colon, those whose key begins so
-    "README.md": "training compare-minutes-10 compare-rollouts-32:runs compare-rollouts-32:plain memory speed",
+    "README.md": "training compare-minutes-10 compare-rollouts-32:summary compare-rollouts-32:difference memory speed",
     "checkpoints/README.md": "training",
     "01-stories-and-tokens.md": "training",
     "02-model-and-pretraining.md": "training",
