@@ -7,10 +7,8 @@ the rollout, the ratio, the clip, the KL, the loop, is `ppo.py`'s. Against DeepS
 question, a reward model, one update a rollout) this is small, and the reward is a rule.
 """
 
-import numpy as np
-
 from cli import main_guard
-from ppo import STORIES, arguments, different_asks, train
+from ppo import STORIES, arguments, different_asks, enough_asks, train
 from run import Run
 
 PROMPTS = 16  # instructions a rollout
@@ -62,7 +60,7 @@ class GRPO:
 
 def main():
     args = arguments(__doc__).parse_args()
-    different_asks(np.random.default_rng(0), PROMPTS)  # as in ppo.py
+    enough_asks(PROMPTS)
     run = Run(args, f"grpo/kl-{args.kl:g}")
     train(run, GRPO(), args.kl)
 

@@ -54,11 +54,17 @@ class Rollout:
     returns: torch.Tensor = None  # what the critic learns towards, once PPO has worked it out
 
 
-def different_asks(random, number):
-    """So many of the training asks, none twice."""
+def enough_asks(number):
+    """The training asks. Raises `Problem` where there are fewer than a rollout needs."""
     asks = load_asks()
     if len(asks) < number:
         raise Problem(f"a rollout needs {number} different asks, and data/asks-training.txt has {len(asks)}")
+    return asks
+
+
+def different_asks(random, number):
+    """So many of the training asks, none twice."""
+    asks = enough_asks(number)
     return [asks[each] for each in random.choice(len(asks), number, replace=False)]
 
 
@@ -333,7 +339,7 @@ def main():
     reward_kl, loss_kl = (args.kl, 0.0) if args.kl_in == "reward" else (0.0, args.kl)
     if args.kl_in == "reward" and not reward_kl:
         raise Problem("--kl-in reward needs a --kl above 0")
-    different_asks(np.random.default_rng(0), STORIES)  # there are enough, or a Problem, before anything is thrown away
+    enough_asks(STORIES)  # before anything is thrown away
     label = f"kl-{args.kl:g}" + f"-lam-{args.lam:g}" * (args.lam != 1) + "-kl-in-reward" * (reward_kl > 0)
     run = Run(args, f"ppo/{label}" + "-critic-model" * (args.critic == "model"))
     critic = CriticModel(run.base, run.precision) if args.critic == "model" else None
