@@ -185,7 +185,7 @@ def _read_jsonl(file, path):
 
 def write_tokens(stories, path):
     """Encode an iterable of texts into a file of uint16, each closed by `END`. Returns (stories, tokens, bytes)."""
-    stories, counts = iter(stories), [0, 0, 0]
+    stories, counts, name = iter(stories), [0, 0, 0], path.name.replace(".new", "")
     try:
         with replacing(path) as part, open(part, "wb") as file:
             while batch := list(itertools.islice(stories, 1000)):
@@ -195,9 +195,9 @@ def write_tokens(stories, path):
                 counts[0] += len(batch)
                 counts[2] += sum(len(text.encode(errors="replace")) for text in batch)  # half a surrogate pair has no bytes
                 if sys.stderr.isatty():
-                    print(f"\r{path.name}: {counts[0]:,} stories, {counts[1]:,} tokens", end="", file=sys.stderr)
+                    print(f"\r{name}: {counts[0]:,} stories, {counts[1]:,} tokens", end="", file=sys.stderr)
             if not counts[0]:
-                raise Problem(f"no stories for {path.name.replace('.new', '')}")
+                raise Problem(f"no stories for {name}")
     finally:
         if sys.stderr.isatty():
             print(file=sys.stderr)
