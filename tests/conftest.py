@@ -55,6 +55,11 @@ def workshop(tmp_path, monkeypatch):
     return tmp_path
 
 
+def contents(folder):
+    """Every file below a folder, with its bytes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture
 def quick(workshop, monkeypatch):
     """A function that runs a script's `main` with some flags: short stories, small rollouts, two asks to measure on."""

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import schedule
-from conftest import tiny_model
+from conftest import contents, tiny_model
 
 import data
 import evaluate
@@ -179,11 +179,11 @@ def test_fine_tuning_that_ctrl_c_stopped_goes_on_to_the_numbers_of_one_left_alon
 
 def test_overwrite_throws_nothing_away_where_no_story_can_be_asked_for(tuning, workshop, monkeypatch):
     tuning("--steps", 1, "--name", "x")
-    before = {path: path.read_bytes() for path in workshop.rglob("*") if path.is_file()}
+    before = contents(workshop)
     monkeypatch.setattr(finetune, "load_tokens", lambda name: stream(["Nothing here."]).tokens)
     with pytest.raises(data.Problem, match="no story"):
         tuning("--steps", 1, "--name", "x", "--overwrite")
-    assert {path: path.read_bytes() for path in workshop.rglob("*") if path.is_file()} == before
+    assert contents(workshop) == before
 
 
 def test_a_run_has_half_of_pretrainings_rates_their_schedule_and_a_count_that_falls(tuning, monkeypatch):

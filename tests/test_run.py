@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import contents, tiny_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import data
@@ -347,11 +347,11 @@ def test_overwrite_keeps_the_old_model_until_there_is_a_new_one(quick, workshop,
 @pytest.mark.parametrize("module, name", [(evaluate, "load_plain"), (runs, "load_instructions"), (ppo, "load_asks")])
 def test_overwrite_throws_nothing_away_where_there_is_nothing_to_ask_for_or_measure_on(quick, workshop, monkeypatch, script, module, name):
     quick(script, "--rollouts", 1)
-    before = {path: path.read_bytes() for path in workshop.rglob("*") if path.is_file()}
+    before = contents(workshop)
     monkeypatch.setattr(module, name, Mock(side_effect=data.Problem("cannot read it")))
     with pytest.raises(data.Problem, match="cannot read it"):
         quick(script, "--rollouts", 1, "--overwrite")
-    assert {path: path.read_bytes() for path in workshop.rglob("*") if path.is_file()} == before
+    assert contents(workshop) == before
 
 
 def test_a_run_is_not_resumed_with_another_seed_whose_folder_has_the_same_name(quick, workshop):
