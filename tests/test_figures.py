@@ -11,7 +11,7 @@ RESULTS = sorted((TOP / "docs" / "results").glob("*.json"))
 PAGES = [TOP / "README.md", TOP / "checkpoints" / "README.md", *sorted((TOP / "docs").glob("*.md"))]
 MEASURED = re.compile(r"^## (What to expect|The commands|Figures)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"(?<![\w.,-])-?\d[\d,]*(?:\.\d+)?%?(?![\w-])")
-SOURCES = {  # page: the results that its figures come from, or, after a colon, those whose key begins so
+SOURCES = {  # page, or page and subsection: the results of its figures, or, after a colon, those whose key begins so
     "README.md": "training compare-minutes-10 compare-rollouts-32:summary compare-rollouts-32:difference memory speed",
     "checkpoints/README.md": "training",
     "01-stories-and-tokens.md": "training",
@@ -22,7 +22,9 @@ SOURCES = {  # page: the results that its figures come from, or, after a colon, 
     "06-ppo.md": "training compare-minutes-10 compare-minutes-10-logs:ppo",
     "07-grpo.md": "training compare-minutes-10 compare-minutes-10-logs:grpo",
     "08-preferences-and-dpo.md": "compare-minutes-10",
-    "09-comparison.md": "compare-minutes-10 compare-rollouts-32 level-rate-32",
+    "09-comparison.md": "compare-minutes-10",
+    "09-comparison.md, 32 rollouts": "compare-rollouts-32",
+    "09-comparison.md, What the falling rate gives": "compare-rollouts-32 level-rate-32",
     "10-memory.md": "memory",
     "11-speed.md": "speed tricks training compare-minutes-10",
 }
@@ -38,14 +40,19 @@ def numbers(value):
     return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
-def figures(page):
-    """Measured figures of a page, as they are written: those with a decimal point, a percent sign or a thousands comma."""
-    found = []
+def measured(page, name=""):
+    """(text, sources) of each measured part of a page: a subsection that has sources of its own, or what is around it."""
     for _, section in MEASURED.findall(page):
-        text = re.sub(r"```(?:text|python)\n.*?```", "", section, flags=re.DOTALL)
-        text = "\n".join(line for line in text.splitlines() if not line.startswith(">"))  # stories
-        found += [figure for figure in FIGURE.findall(re.sub(NAMES, "", text)) if re.search(r"[.%]|\d,\d", figure)]
-    return found
+        pieces = ["", *re.split(r"^### (.*)\n", section, flags=re.MULTILINE)]
+        for heading, text in zip(pieces[::2], pieces[1::2]):
+            yield text, SOURCES.get(f"{name}, {heading}", SOURCES.get(name, ""))
+
+
+def figures(text):
+    """Measured figures, as they are written: those with a decimal point, a percent sign or a thousands comma."""
+    text = re.sub(r"```(?:text|python)\n.*?```", "", text, flags=re.DOTALL)
+    text = "\n".join(line for line in text.splitlines() if not line.startswith(">"))  # stories
+    return [figure for figure in FIGURE.findall(re.sub(NAMES, "", text)) if re.search(r"[.%]|\d,\d", figure)]
 
 
 def stands_in(figure, pool):
@@ -55,11 +62,10 @@ def stands_in(figure, pool):
     return any(abs(number * scale - value) <= slack for number in pool for scale in ([100] if figure.endswith("%") else [1]))
 
 
-def pool_of(page):
-    """All numbers in the results that a page draws on."""
-    names = SOURCES.get(page.name if page.parent.name == "docs" else str(page.relative_to(TOP)), "").split()
+def pool_of(sources):
+    """All numbers in these results."""
     found = []
-    for name, _, prefix in (each.partition(":") for each in names):
+    for name, _, prefix in (each.partition(":") for each in sources.split()):
         content = json.loads((TOP / "docs" / "results" / f"{name}.json").read_text())
         found += numbers({key: value for key, value in content.items() if key.startswith(prefix)})
     return found
@@ -67,14 +73,22 @@ def pool_of(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_measured_figure_is_in_the_results(page):
-    pool = pool_of(page)
-    assert not [figure for figure in figures(page.read_text()) if not stands_in(figure, pool)]
+    name = page.name if page.parent.name == "docs" else str(page.relative_to(TOP))
+    for text, sources in measured(page.read_text(), name):
+        pool = pool_of(sources)
+        assert not [figure for figure in figures(text) if not stands_in(figure, pool)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_wrong_figure_would_pass_by_chance_in_a_quarter_of_all_cases_at_most(page):
-    pool = pool_of(page)
+@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
+def test_a_wrong_figure_would_pass_by_chance_in_a_quarter_of_all_cases_at_most(sources):
+    pool = pool_of(sources)
     assert sum(stands_in(f"{number / 10}%", pool) for number in range(1000)) <= 250
+
+
+def test_every_source_is_of_a_page_or_of_a_subsection_that_exists():
+    names = {str(page.relative_to(TOP)).removeprefix("docs/"): page.read_text() for page in PAGES}
+    for name, _, heading in (key.partition(", ") for key in SOURCES):
+        assert name in names and (not heading or f"\n### {heading}\n" in names[name])
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
@@ -86,7 +100,14 @@ def test_every_results_file_says_how_it_was_made(file):
 
 def test_a_figure_that_differs_in_its_last_digit_is_found():
     page = "## What to expect\n\nIt went from 76.8% to 80.4% in 1,056 steps, with `--kl 0.05` (-3.75).\n\n## Other\n\n9.9\n"
-    assert figures(page) == ["76.8%", "80.4%", "1,056", "-3.75"]
+    [found] = [figures(text) for text, _ in measured(page)]
+    assert found == ["76.8%", "80.4%", "1,056", "-3.75"]
     pool = [0.7676, 0.80416, 1056.4, -3.7481]
-    assert all(stands_in(figure, pool) for figure in figures(page))
+    assert all(stands_in(figure, pool) for figure in found)
     assert not any(stands_in(figure, pool) for figure in ["76.7%", "80.5%", "1,057", "-3.74", "3.75", "0.77%"])
+
+
+def test_a_subsection_is_held_against_its_own_sources():
+    page = "## What to expect\n\n1.5%\n\n### 32 rollouts\n\n2.5%\n\n### More\n\n3.5%\n"
+    found = [(figures(text), sources) for text, sources in measured(page, "09-comparison.md")]
+    assert found == [(["1.5%"], "compare-minutes-10"), (["2.5%"], "compare-rollouts-32"), (["3.5%"], "compare-minutes-10")]
