@@ -8,7 +8,8 @@ import pytest
 
 TOP = Path(__file__).resolve().parent.parent
 RESULTS = sorted((TOP / "docs" / "results").glob("*.json"))
-PAGES = [TOP / "README.md", TOP / "checkpoints" / "README.md", *sorted((TOP / "docs").glob("*.md"))]
+FILES = [TOP / "README.md", TOP / "checkpoints" / "README.md", *sorted((TOP / "docs").glob("*.md"))]
+PAGES = {str(file.relative_to(TOP)).removeprefix("docs/"): file.read_text() for file in FILES}
 MEASURED = re.compile(r"^## (What to expect|The commands|Figures)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"(?<![\w.,-])-?\d[\d,]*(?:\.\d+)?%?(?![\w-])")
 SOURCES = {  # page, or page and subsection: the results of its figures, or, after a colon, those whose key begins so
@@ -71,10 +72,9 @@ def pool_of(sources):
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_measured_figure_is_in_the_results(page):
-    name = page.name if page.parent.name == "docs" else str(page.relative_to(TOP))
-    for text, sources in measured(page.read_text(), name):
+@pytest.mark.parametrize("name", PAGES)
+def test_every_measured_figure_is_in_the_results(name):
+    for text, sources in measured(PAGES[name], name):
         pool = pool_of(sources)
         assert not [figure for figure in figures(text) if not stands_in(figure, pool)]
 
@@ -86,9 +86,8 @@ def test_a_wrong_figure_would_pass_by_chance_in_a_quarter_of_all_cases_at_most(s
 
 
 def test_every_source_is_of_a_page_or_of_a_subsection_that_exists():
-    names = {str(page.relative_to(TOP)).removeprefix("docs/"): page.read_text() for page in PAGES}
     for name, _, heading in (key.partition(", ") for key in SOURCES):
-        assert name in names and (not heading or f"\n### {heading}\n" in names[name])
+        assert name in PAGES and (not heading or f"\n### {heading}\n" in PAGES[name])
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
