@@ -79,6 +79,7 @@ def test_loss_and_gradient_equal_those_of_a_loop_over_stories_in_float64(exact, 
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     norm = torch.cat([each.flatten() for each in gradients]).norm()
     assert figures["update/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert figures["update/grad_norm"] == pytest.approx(norm.item(), rel=1e-9)
     assert figures["dpo/chosen_log_prob"] == pytest.approx(torch.stack(chosen).mean().item(), rel=1e-6)
     assert figures["dpo/rejected_log_prob"] == pytest.approx(torch.stack(rejected).mean().item(), rel=1e-6)
     for found, wanted in zip(recorder.gradients[0], gradients, strict=True):

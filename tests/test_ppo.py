@@ -358,14 +358,15 @@ def test_where_all_rewards_are_equal_no_variance_is_explained(reward):
     assert math.isnan(ppo.explained_variance(values, returns, torch.ones(128, 200)))
 
 
-def test_padding_changes_nothing_for_the_critic():
+@pytest.mark.parametrize("lam", [0.95, 1.0])
+def test_padding_changes_nothing_for_the_critic(lam):
     torch.manual_seed(0)
     rewards, channels = torch.tensor([0.0, 1.0, 1 / 3]), torch.randn(3, 6, 16)
     clean, dirty = (made_up(rewards, channels.clone(), [2, 6, 1]) for _ in range(2))
     dirty.channels[dirty.mask == 0] = 1e3
     results = []
     for batch in clean, dirty:
-        method = ppo.PPO(tiny_model())
+        method = ppo.PPO(tiny_model(), lam)
         method.advantages(batch)
         method.learn(batch, torch.arange(3))
         results.append((weights_of(method.critic), *method.advantages(batch)))
