@@ -18,7 +18,7 @@ import torch
 
 import model as models
 from cli import Parser, Problem, main_guard, output, positive, progress, reason, say, several, whole
-from data import FOLDER, STORY_TOKENS, decode, encode, instruction, load_asks, part_of, write_whole
+from data import FOLDER, STORY_TOKENS, VOCABULARY, decode, encode, instruction, load_asks, part_of, write_whole
 from model import FINETUNED, for_writing, load_checkpoint
 from rewards import words_used
 from run import file_hash
@@ -46,10 +46,11 @@ def load_pairs(path=PAIRS):
 
     Raises `Problem` where there is none, or the file is something else.
     """
+    known = lambda story: bool(story["tokens"]) and all(type(token) is int and 0 <= token < VOCABULARY for token in story["tokens"])
     try:
         settings, *pairs = [json.loads(line) for line in Path(path).read_text().splitlines()]
         writer = settings["from"]
-        if not all(len(each["ask"]) == 3 and each["chosen"]["tokens"] and each["rejected"]["tokens"] for each in pairs):
+        if not all(len(each["ask"]) == 3 and known(each["chosen"]) and known(each["rejected"]) for each in pairs):
             raise ValueError
     except FileNotFoundError:
         begun = ", with --resume: it was stopped before its end" * part_of(Path(path)).exists()
@@ -101,6 +102,7 @@ def main():
         write_whole(part, "".join(line + "\n" for line in lines).encode())
         with open(part, "a") as file:
             for start in range(done, len(asks), at_once):
+                progress(start, len(asks), f"{len(lines) - 1} pairs")
                 group = asks[start : start + at_once]
                 generator = torch.Generator().manual_seed(args.seed * len(every) + start)  # so that resuming changes nothing
                 prompts = [encode(instruction(words)) for words in group for _ in range(args.stories)]
@@ -110,7 +112,6 @@ def main():
                         lines.append(json.dumps({"number": start + row, **made}))
                         file.write(lines[-1] + "\n")
                 file.flush()
-                progress(start + len(group), len(asks), f"{len(lines) - 1} pairs")
         os.replace(part, args.out)
     except OSError as error:
         raise Problem(f"cannot write {args.out}: {reason(error)}") from None

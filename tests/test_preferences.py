@@ -1,5 +1,6 @@
 import itertools
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_a_file_is_replaced_only_by_one_that_is_complete(quick, workshop, tmp_pa
     quick(preferences, "--asks", 20, "--stories", 2, "--out", path)
     before = path.read_text()
     with monkeypatch.context() as stopped:
-        stopped.setattr(preferences, "progress", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # after a batch
+        stopped.setattr(preferences, "progress", Mock(side_effect=[None, KeyboardInterrupt]))  # the second is after a batch
         with pytest.raises(KeyboardInterrupt):
             quick(preferences, "--asks", 20, "--stories", 2, "--out", path, *flags)
     assert path.read_text() == before and data.part_of(path).exists()
@@ -116,6 +117,21 @@ def test_a_file_that_is_there_is_neither_overwritten_nor_mixed_with_other_settin
 
 
 HEADER = '{"from": "x"}\n'
+
+
+def one_pair(tokens):
+    told = {"ask": ["kite", "river", "brave"], "chosen": {"tokens": [5, data.END]}, "rejected": {"tokens": tokens}}
+    return HEADER + json.dumps(told) + "\n"
+
+
+@pytest.mark.parametrize("tokens", [[], [5, -1], [data.VOCABULARY], [1.5], ["a"], [True], 7, None], ids=repr)
+def test_a_story_that_is_no_list_of_known_tokens_is_a_problem(tmp_path, tokens):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(one_pair([0, data.END]))
+    assert len(preferences.load_pairs(path)[0]) == 1
+    path.write_text(one_pair(tokens))
+    with pytest.raises(data.Problem, match="no file of pairs"):
+        preferences.load_pairs(path)
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", HEADER, f"{HEADER}not json\n", f'{HEADER}{{"ask": 3}}\n', f"{HEADER}[]\n"], ids=repr)
