@@ -53,21 +53,21 @@ def main():
     try:
         content = json.loads(args.results.read_text())
         rows = [row for row in content["runs"] if row["method"] != "finetuned"]
-        budget = content["budget"]
+        logs = [runs.RUNS / folder_of(row["method"], content["budget"], row["seed"]) for row in rows]
         rollouts = max(row["steps"] for row in rows if not row["method"].startswith("dpo"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise Problem(f"cannot read {args.results}: it is not what compare.py writes, or holds no run yet") from None
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     for color, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
-        same = [row for row in rows if row["method"] == method]
+        same = [(row, log) for row, log in zip(rows, logs) if row["method"] == method]
         for axis, (name, measured, label) in zip(axes, PANELS):
             off_line = method.startswith("dpo")
             scalar = measured if off_line else name
-            curves = [scalars(runs.RUNS / folder_of(method, budget, row["seed"]), scalar) for row in same]
+            curves = [scalars(log, scalar) for _, log in same]
             if not all(len(steps) for steps, _ in curves):
                 raise Problem(f"a seed of {method} has no {scalar} below {runs.RUNS}: draw where the comparison ran")
             if off_line:  # its steps on the others' axis
-                curves = [(steps * rollouts / row["steps"], values) for (steps, values), row in zip(curves, same)]
+                curves = [(steps * rollouts / row["steps"], values) for (steps, values), (row, _) in zip(curves, same)]
             else:  # a rollout shows what the steps before it have made of the model
                 curves = [(steps - 1, values) for steps, values in curves]
             for curve in curves:

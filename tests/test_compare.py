@@ -1,6 +1,8 @@
 import argparse
 import json
+import signal
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -73,6 +75,39 @@ def test_a_script_that_fails_is_named(monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text("raise SystemExit(1)")
     with pytest.raises(data.Problem, match=r"python broken.py --kl 0 failed"):
         compare.execute(["broken.py", "--kl", 0])
+
+
+PATIENT = """
+import os, pathlib, signal, sys, time
+
+def save(*_):
+    time.sleep(0.6)  # longer than Popen waits by itself after Ctrl-C
+    pathlib.Path("saved").touch()
+    sys.exit()
+
+signal.signal(signal.{name}, save)
+os.kill(os.getppid(), signal.{name})
+if signal.{name} == signal.SIGINT:  # a terminal sends Ctrl-C to both
+    os.kill(os.getpid(), signal.SIGINT)
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_script_that_is_stopped_is_waited_for_until_it_has_saved(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
+    (tmp_path / "patient.py").write_text(PATIENT.format(name=name))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        compare.execute(["patient.py"])
+    assert (tmp_path / "saved").exists() and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_comparison_that_is_stopped_says_how_it_goes_on(commands, workshop, monkeypatch):
+    monkeypatch.setattr(compare, "execute", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(data.Problem, match="stopped: the same command goes on from here"):
+        commands("--rollouts", 4, "--seeds", 1, "--json", workshop / "results.json")
+    assert [row["method"] for row in json.loads((workshop / "results.json").read_text())["runs"]] == ["finetuned"]
 
 
 @pytest.mark.parametrize("budget", [("--rollouts", 4), ("--minutes", 2)])
@@ -283,6 +318,17 @@ def test_the_picture_is_drawn_from_the_logs(commands, workshop, monkeypatch, cap
 def test_the_mean_over_seeds_is_taken_step_by_step_and_ends_with_the_shortest():
     steps, values = draw.mean_over_seeds([([1, 2, 3], [1.0, 2.0, 3.0]), ([1, 1.5, 2], [3.0, 9.0, 6.0])])
     assert steps.tolist() == [1, 2] and values.tolist() == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("lacks", ["method", "seed", "steps"])
+def test_results_with_a_row_that_lacks_something_are_refused(workshop, monkeypatch, lacks):
+    pytest.importorskip("matplotlib")
+    row = {"method": "ppo-kl-0.05", "seed": 1, "steps": 4}
+    other = {key: value for key, value in row.items() if key != lacks}
+    (workshop / "results.json").write_text(json.dumps({"budget": "rollouts-4", "runs": [row, other]}))
+    monkeypatch.setattr(sys, "argv", ["draw.py", str(workshop / "results.json")])
+    with pytest.raises(data.Problem, match="not what compare.py writes"):
+        draw.main()
 
 
 def test_a_picture_of_runs_that_are_not_here_is_refused(commands, workshop, monkeypatch):
