@@ -4,7 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import compare
+import evaluate
 
 TOP = Path(__file__).resolve().parent.parent
 RESULTS = sorted((TOP / "docs" / "results").glob("*.json"))
@@ -63,11 +67,15 @@ def stands_in(figure, pool):
     return any(abs(number * scale - value) <= slack for number in pool for scale in ([100] if figure.endswith("%") else [1]))
 
 
+def results(name):
+    return json.loads((TOP / "docs" / "results" / f"{name}.json").read_text())
+
+
 def pool_of(sources):
     """All numbers in these results."""
     found = []
     for name, _, prefix in (each.partition(":") for each in sources.split()):
-        content = json.loads((TOP / "docs" / "results" / f"{name}.json").read_text())
+        content = results(name)
         found += numbers({key: value for key, value in content.items() if key.startswith(prefix)})
     return found
 
@@ -110,3 +118,114 @@ def test_a_subsection_is_held_against_its_own_sources():
     page = "## What to expect\n\n1.5%\n\n### 32 rollouts\n\n2.5%\n\n### More\n\n3.5%\n"
     found = [(figures(text), sources) for text, sources in measured(page, "09-comparison.md")]
     assert found == [(["1.5%"], "compare-minutes-10"), (["2.5%"], "compare-rollouts-32"), (["3.5%"], "compare-minutes-10")]
+
+
+# ---- tables, cell by cell: a right figure in a wrong row is wrong
+
+
+def cells(text):
+    """(row, column, cell) of all Markdown tables in a text."""
+    found, columns = set(), None
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            columns = None
+            continue
+        name, *row = (cell.strip() for cell in line[1:-1].split("|"))
+        if columns:
+            found |= {(name, *pair) for pair in zip(columns, row, strict=True)}
+        columns = columns or row
+    return {cell for cell in found if set(cell[2]) - set("-")}
+
+
+def compared(budget):
+    """What compare.py makes of the runs that are in the results."""
+    content = results(f"compare-{budget}")
+    return {**content, **compare.summarise(content["runs"])}
+
+
+@pytest.mark.parametrize(("budget", "heading"), [("minutes-10", "What to expect"), ("rollouts-32", "32 rollouts")])
+def test_the_table_of_a_comparison_is_what_its_runs_come_to(budget, heading):
+    pytest.importorskip("scipy")
+    table = compare.table(compared(budget))
+    section = re.split(rf"^##+ {heading}\n", PAGES["09-comparison.md"], flags=re.MULTILINE)[1].split("\n##")[0]
+    assert cells(table) <= cells(section) and compare.table(results(f"compare-{budget}")) == table
+
+
+def test_the_rows_of_the_runs_of_ten_minutes_are_what_was_measured():
+    start, *rows = results("compare-minutes-10")["runs"]
+    for row in rows:
+        won = (row["words_used"] - start["words_used"]) / (1 - start["words_used"])
+        shown = [row["method"], row["seed"], f"{row['steps']} steps" if row["method"].startswith("dpo") else row["steps"]]
+        shown += [f"{row['words_used']:.1%} ({row['words_used_low']:.1%} to {row['words_used_high']:.1%})", f"{won:.0%}"]
+        shown += [f"{row['plain_bits_per_byte']:.3f}", f"{row['ended']:.1%}", f"{row['repeats']:.2f}"]
+        shown += [f"{row['distinct_pairs']:.2f}", f"{row['kl']:.2f}"]
+        assert f"| {' | '.join(map(str, shown))} |" in PAGES["09-comparison.md"].splitlines()
+
+
+def test_what_is_derived_from_the_runs_of_32_rollouts_follows_from_them():
+    content, logs = results("compare-rollouts-32"), results("compare-rollouts-32-logs")
+    start, made, up = content["runs"][0], content["derived"], content["plain_bits_per_byte_up"]
+    for method in compare.METHODS:
+        rows = [row for row in content["runs"] if row["method"] == method]
+        mine = [logs[method + f"-seed-{row['seed']}" * (row["seed"] > 1)] for row in rows]
+        mean = lambda key, where, mine=mine: float(np.mean([log[key][where] for log in mine]))
+        found = made[method]
+        won = [(row["words_used"] - start["words_used"]) / (1 - start["words_used"]) for row in rows]
+        assert found["share_of_unused_words_won"]["each"] == pytest.approx(won)
+        for key, values in found.get("on_the_way", {}).items():
+            assert values == pytest.approx([mean(f"eval/{key}", place) for place in range(5)])
+        for key, value in found.get("rollout", {}).items():
+            name, _, rest = key.partition("_")
+            eights = [mean(f"rollout/{name}", slice(first, first + 8)) for first in range(0, 32, 8)]
+            assert value == pytest.approx(eights if rest == "by_eights" else mean("rollout/kl", int(rest) - 1))
+        if method in up:
+            assert up[method]["each"] == pytest.approx([row["plain_bits_per_byte"] / start["plain_bits_per_byte"] - 1 for row in rows])
+        if method.startswith("ppo"):
+            explained = [np.mean(log["critic/explained_variance"][24:]) for log in mine]
+            assert found["explained_variance_of_the_last_eight"]["each"] == pytest.approx(explained)
+
+
+def test_the_tables_of_the_readme_are_what_the_runs_come_to():
+    pytest.importorskip("scipy")
+    content = compared("rollouts-32")
+    names = {name for name, *_ in cells(compare.table(content))}
+    shown = {cell for cell in cells(PAGES["README.md"]) if cell[0] in names}
+    assert {name for name, *_ in shown} == names and shown <= cells(compare.table(content))
+    for row in compared("minutes-10")["runs"]:
+        name = row["method"] + f"-seed-{row['seed']}" * (row["seed"] > 1)
+        assert re.search(rf"^{name} +{re.escape(evaluate.table_row(row))}$", PAGES["README.md"], re.MULTILINE)
+
+
+def test_the_rollout_that_the_readme_shows_is_the_first_of_a_run_on_record():
+    log = {key: values[0] for key, values in results("compare-minutes-10-logs")["grpo-kl-0.05"].items()}
+    speed = log["speed/stories_per_second"]
+    shown = (
+        f"rollout 1  {128 / speed / 60:.1f} min  reward {log['rollout/reward']:.3f}  KL {log['rollout/kl']:.2f}  "
+        f"tied {log['rollout/tied_groups']:.0f}  ended {log['rollout/ended']:.0%}  {speed:.1f} stories/s"
+    )
+    assert f"    {shown}\n" in PAGES["README.md"]
+
+
+def test_the_table_of_memory_is_what_was_measured():
+    columns = ["weights", "gradients", "optimizer", "reference", "peak"]
+    wanted = {(row["name"], column, f"{row[column] / 2**20:,.0f}") for row in results("memory")["methods"] for column in columns}
+    assert wanted <= cells(PAGES["10-memory.md"])
+
+
+def test_the_tables_of_speed_are_what_was_measured():
+    wanted = set()
+    for row in results("speed")["parts"][0]["figures"]:
+        unit = row["unit"].replace("/s", " a second")
+        wanted.add((row["name"], "median", f"{row['median']:,.0f} {unit}"))
+        wanted.add((row["name"], "least to most", f"{row['least']:,.0f} to {row['most']:,.0f}"))
+        if row["share_of_ceiling"]:
+            wanted.add((row["name"], "share of the ceiling", f"{row['share_of_ceiling']:.0%}"))
+    for row in results("tricks")["tricks"]:
+        wanted.add((row["name"], "times as fast with it, median of five", f"{row['ratio']:.2f}"))
+        wanted.add((row["name"], "least to most", f"{row['least']:.2f} to {row['most']:.2f}"))
+    assert wanted <= cells(PAGES["11-speed.md"])
+
+
+def test_a_right_figure_in_a_wrong_row_is_found():
+    page = "| | a | b |\n| --- | --- | --- |\n| ppo | 1 | 2 |\n| grpo | 3 |  |\n\n| | c |\n| --- | --- |\n| ppo | 4 |\n"
+    assert cells(page) == {("ppo", "a", "1"), ("ppo", "b", "2"), ("grpo", "a", "3"), ("ppo", "c", "4")}
