@@ -188,6 +188,21 @@ def test_micro_batches_add_up_to_the_gradient_and_loss_of_one_batch():
     assert (results[0][1] - before).norm().item() == pytest.approx(1, rel=1e-3)  # the clipped gradient
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_step_takes_the_gradient_of_the_mean_over_all_that_counts(monkeypatch, rows):
+    monkeypatch.setattr(pretrain, "clip_gradients", lambda model: None)
+    tokens, counts = models.pack([[1, 2], [3], [4]], [[5, END], [6, 7, 8, END], [9, 10]])
+    counts[0] *= 4
+    model = tiny_model()
+    loss = -(models.token_log_probs(model, tokens) * counts).sum() / counts.sum()
+    wanted = [
+        weight.detach() - gradient for weight, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())))
+    ]
+    pretrain.train_step(model, [torch.optim.SGD(model.parameters(), lr=1.0)], list(zip(tokens.split(rows), counts.split(rows))), FLOAT32)
+    for found, expected in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(found.detach(), expected, atol=1e-5, rtol=1e-5)
+
+
 TEXTS = [
     f"One day {name} went to the {place} and was happy." for name in ("Tom", "Lily", "Ben") for place in ("park", "lake", "old shop", "zoo")
 ]
