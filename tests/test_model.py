@@ -22,6 +22,21 @@ def random_tokens(rows, longest, seed=0):
 # ---- the network
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+def test_attention_in_bfloat16_is_that_of_float64_up_to_rounding_and_so_are_its_gradients(tokens):
+    torch.manual_seed(1)
+    rough = [torch.randn(2, 3, tokens, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    q, k, v = exact = [x.detach().double().requires_grad_() for x in rough]
+    scores = (q @ k.mT / 4).masked_fill(torch.arange(tokens) > torch.arange(tokens)[:, None], -torch.inf)
+    wanted, weights = scores.softmax(-1) @ v, torch.randn(2, 3, tokens, 16).bfloat16()
+    (wanted * weights).sum().backward()
+    found = models.attend(*rough)
+    (found * weights).sum().backward()
+    torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.02)
+    for x, y in zip(rough, exact):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=0.02, atol=0.03)
+
+
 def test_the_model_has_15_735_168_parameters():
     embedding, attention, feed_forward, norms = 4096 * 384, 4 * 384 * 384, 3 * 384 * 1024, 2 * 384
     assert embedding + 8 * (attention + feed_forward + norms) + 384 == 15_735_168
@@ -90,10 +105,12 @@ def test_rotary_positions_are_llama_s():
 
 
 @torch.no_grad()
-def test_logits_do_not_depend_on_later_tokens(tiny):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_do_not_depend_on_later_tokens(tiny, dtype):
     tokens, others = random_tokens(1, 12), random_tokens(1, 12, seed=1)
     others[:, :8] = tokens[:, :8]
-    one, other = tiny(tokens), tiny(others)
+    with models.Precision(torch.device("cpu"), dtype)():
+        one, other = tiny(tokens), tiny(others)
     torch.testing.assert_close(one[:, :8], other[:, :8])
     assert (one[:, 8] - other[:, 8]).abs().max() > 0.1
 
