@@ -1,5 +1,7 @@
 import errno
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import data
 import model as models
 from data import END
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 STORIES = [[20, 21, END], [22, 23, 24, 25, 26, 27, 28], [29]]
 
@@ -297,6 +300,20 @@ def test_the_allocator_is_left_alone_where_it_is_not_glibcs(monkeypatch):
     monkeypatch.setattr(models.platform, "libc_ver", lambda: ("", ""))
     monkeypatch.setattr(models.ctypes, "CDLL", lambda *_: pytest.fail("touched"))
     models.keep_freed_memory()
+
+
+@pytest.mark.skipif(models.platform.libc_ver()[0] != "glibc" or not HUGE_PAGES.exists(), reason="neither glibc nor huge pages")
+def test_freed_memory_is_kept_and_comes_in_huge_pages():
+    code = """if True:
+        import model, torch
+        model.keep_freed_memory()
+        torch.ones(2**26)  # 256 MiB, freed at once
+        for part in open("/proc/self/smaps").read().split("[heap]")[1:]:
+            kept = int(part.split("Rss:")[1].split()[0]) >= 2**18
+            print("kept" * kept, "huge" * ("hg" in part.split("VmFlags:")[1].splitlines()[0].split()))
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=models.CHECKPOINTS.parent, capture_output=True, text=True, check=True)
+    assert "kept huge" in done.stdout.splitlines()
 
 
 # ---- checkpoints
