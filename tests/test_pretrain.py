@@ -277,3 +277,46 @@ def test_pretraining_lowers_the_loss_and_writes_a_checkpoint_in_bfloat16(small, 
     assert {weight.dtype for weight in models.read(path)["model"].values()} == {torch.bfloat16}
     assert models.load_checkpoint(path).config.layers == 2
     assert "grows to 2 layers" in capsys.readouterr().out
+
+
+# ---- compiling
+
+
+def loss_and_gradient(model):
+    tokens = torch.arange(60).view(2, 30)
+    loss = -models.token_log_probs(model, tokens).mean()
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def test_a_compiled_model_has_the_same_loss_and_gradient(capsys):
+    model = tiny_model()
+    wanted = loss_and_gradient(model)
+    pretrain.compile_blocks(model)
+    if "goes on without" in capsys.readouterr().out:
+        pytest.skip("no compiler here")
+    torch._dynamo.utils.counters.clear()
+    for found, expected in zip(loss_and_gradient(model), wanted, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    deeper = pretrain.grow(model, 4)
+    assert torch.allclose(deeper(torch.arange(10)[None]), tiny_model()(torch.arange(10)[None]))
+
+
+def test_without_a_compiler_pretraining_goes_on_and_says_so(monkeypatch, capsys):
+    def compile(*_, **__):
+        raise RuntimeError("No working C++ compiler found\nand a long trace")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    model = tiny_model()
+    wanted = loss_and_gradient(model)
+    pretrain.compile_blocks(model)
+    assert capsys.readouterr().out == "goes on without torch.compile, which does not work here (No working C++ compiler found)\n"
+    assert all(torch.equal(found, expected) for found, expected in zip(loss_and_gradient(model), wanted, strict=True))
+
+
+@pytest.mark.parametrize(("budget", "compiles"), [(["--minutes", "5"], True), (["--minutes", "4.9"], False), (["--steps", "2"], False)])
+def test_only_a_run_that_earns_the_time_back_is_compiled(small, monkeypatch, budget, compiles):
+    found = []
+    monkeypatch.setattr(pretrain, "compile_blocks", lambda model: found.append(model.config.layers))
+    pretrained(monkeypatch, *budget, stop=2)
+    assert found == [1] * compiles
