@@ -26,7 +26,7 @@ from data import STORY_TOKENS, VOCABULARY
 from evaluate import SCORED, write_json
 from memory import peak, random_stories
 from model import Config, StoryModel, for_writing, pack, token_log_probs
-from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, optimizers, train_step
+from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, compile_blocks, optimizers, train_step
 from sample import generate
 
 
@@ -78,9 +78,11 @@ class Bench:
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
 
     def pretraining(self):
-        both = optimizers(self.model, MUON, ADAM, self.precision.dtype)
+        model = StoryModel(Config()).to(self.device)
+        compile_blocks(model)
+        both = optimizers(model, MUON, ADAM, self.precision.dtype)
         micro = torch.randint(0, VOCABULARY, (ROWS, CONTEXT + 1), device=self.device).split(MICRO)
-        return lambda: train_step(self.model, both, [(part, None) for part in micro], self.precision), ROWS * CONTEXT, 6
+        return lambda: train_step(model, both, [(part, None) for part in micro], self.precision), ROWS * CONTEXT, 6
 
     def writing(self, stories):
         writer = for_writing(Endless(Config()).to(self.device), self.precision.dtype)

@@ -2,10 +2,10 @@
 
     python tricks.py                            a table; --json FILE writes it too
 
-One trick at a time is replaced by the plain way. The tasks are a rollout's writing (128 stories of the fine-tuned model)
-and its learning (GRPO's update on 32 plain stories), without the trick and with all of them, in turn, each time in a
-process of its own. The unit is what plain matrix products, timed before and after, could have computed in the time of a
-token: a machine that drifts changes it less than seconds.
+One trick at a time is replaced by the plain way. The tasks are a rollout's writing (128 stories of the fine-tuned model),
+its learning (GRPO's update on 32 plain stories) and pretraining (a step), without the trick and with all of them, in turn,
+each time in a process of its own. The unit is what plain matrix products, timed before and after, could have computed in
+the time of a token: a machine that drifts changes it less than seconds.
 """
 
 import contextlib
@@ -15,13 +15,15 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
+import bench
 import data
 import grpo
 import model as models
 import ppo
 import sample
-from bench import ceiling, clock
+from bench import Bench, ceiling, clock
 from cli import Parser, main_guard, output, positive, progress, say
 from data import STORY_TOKENS
 from evaluate import load_plain, write_json
@@ -38,12 +40,23 @@ def all_positions(model, tokens, mask):
     return models.token_log_probs(model, tokens) * mask
 
 
+def fused_attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+
+
+def cross_entropy(model, channels, targets):
+    return -F.cross_entropy(model.logits(channels).float(), targets, reduction="none")
+
+
 TRICKS = {  # name: (task, module, what is replaced there, by what)
     "one uniform number a row": ("writing", sample, "choose", multinomial),
     "ended stories leave the batch": ("writing", sample, "LEAVE_AT", math.inf),
     "padding, and logits of prompts, are left out": ("learning", ppo, "token_log_probs", all_positions),
     "gradients in pieces": ("learning", ppo, "PIECE", ppo.MINIBATCH),
     "freed memory is kept": ("learning", models, "keep_freed_memory", lambda: None),
+    "attention written out": ("learning", models, "attend", fused_attention),
+    "log p without cross_entropy": ("learning", models, "log_probs", cross_entropy),
+    "compiled blocks": ("pretraining", bench, "compile_blocks", lambda model: None),
 }
 
 
@@ -76,13 +89,24 @@ def learning(precision):
     return work
 
 
+def pretraining(precision):
+    """Returns a function that takes a step of pretraining, whatever it is told, and returns from how many tokens."""
+    step, tokens, _ = Bench(precision.device, precision.dtype).pretraining()
+
+    def work(longest):
+        step()
+        return tokens
+
+    return work
+
+
 def trial(task, left_out, device):
     """What a token of a task costs, in MFLOP at the ceiling's rate, without the trick `left_out` or, if None, with all."""
     device, dtype = models.pick_device(device)
     precision = models.Precision(device, dtype)
     with contextlib.nullcontext() if left_out is None else mock.patch.object(*TRICKS[left_out][1:]):
         models.keep_freed_memory()
-        work, done = {"writing": writing, "learning": learning}[task](precision), []
+        work, done = {"writing": writing, "learning": learning, "pretraining": pretraining}[task](precision), []
         work(8)  # warms up
         rate = lambda: ceiling(device, dtype, models.Config())
         before, seconds, after = rate(), clock(lambda: done.append(work(STORY_TOKENS))), rate()
@@ -95,7 +119,7 @@ def main():
     parser.add_argument("--json", metavar="FILE", type=output, help="write the figures there too")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the first of these that is there)")
     args = parser.parse_args()
-    trials = [("writing", None), ("learning", None), *((task, name) for name, (task, *_) in TRICKS.items())]
+    trials = [("writing", None), ("learning", None), ("pretraining", None), *((task, name) for name, (task, *_) in TRICKS.items())]
     found = {each: [] for each in trials}
     for repeat in range(args.repeats):
         for number, each in enumerate(trials):
