@@ -198,10 +198,14 @@ class Run:
 
     def load_state(self, **parts):
         """The reverse, into parts that have a `load_state_dict`. Returns all that was saved."""
-        torch.set_rng_state(self.state["run"]["torch_random"])
-        self.random.bit_generator.state = self.state["run"]["numpy_random"]
-        for key, part in parts.items():
-            part.load_state_dict(self.state[key])
+        try:
+            torch.set_rng_state(self.state["run"]["torch_random"])
+            self.random.bit_generator.state = self.state["run"]["numpy_random"]
+            for key, part in parts.items():
+                part.load_state_dict(self.state[key])
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            said = str(error).strip().partition("\n")[0][:80]
+            raise Problem(f"{self.state_file} does not fit this run ({said}): --overwrite starts afresh") from None
         return vars(self).pop("state")
 
     def report(self, model, parts, unit, reference=None):

@@ -1,6 +1,8 @@
 """What the tests share: a tiny random model, and folders of their own for all that is written."""
 
+import contextlib
 import random
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -53,6 +55,27 @@ def workshop(tmp_path, monkeypatch):
         monkeypatch.setattr(device, "is_available", lambda: False)
     models.save_checkpoint(checkpoints / "finetuned" / "model.pt", tiny_model())
     return tmp_path
+
+
+class Payload:
+    """What opens a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@contextlib.contextmanager
+def disk_of(size):
+    """No file grows beyond `size` bytes: what a full disk does, without one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def contents(folder):

@@ -1,12 +1,11 @@
-import contextlib
 import gzip
 import json
 import random
-import resource
 import sys
 
 import numpy as np
 import pytest
+from conftest import disk_of
 
 import data
 
@@ -22,17 +21,6 @@ TEXTS = [
     "\u6f22\u5b57 \u0e01\u0e33 \U00010ffd\U0010ffff",
     "a" * 3000,
 ]
-
-
-@contextlib.contextmanager
-def disk_of(size):
-    """No file grows beyond `size` bytes: what a full disk does, without one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def put(path, content):

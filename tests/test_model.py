@@ -1,5 +1,5 @@
-import errno
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import Payload, disk_of, tiny_model
 
 import data
 import model as models
@@ -254,6 +254,9 @@ def test_a_copy_for_writing_leaves_the_model_in_float32(tiny):
     copy = models.for_writing(tiny, torch.bfloat16)
     assert {weight.dtype for weight in copy.parameters()} == {torch.bfloat16}
     assert {weight.dtype for weight in tiny.parameters()} == {torch.float32}
+    with torch.no_grad():
+        tiny.norm.weight += 1
+    assert torch.equal(models.for_writing(tiny, torch.bfloat16).norm.weight, tiny.norm.weight.bfloat16())  # a copy of what is now
 
 
 # ---- where it runs
@@ -279,6 +282,13 @@ def test_a_cpu_without_bfloat16_computes_in_float32(monkeypatch):
     monkeypatch.delenv("STORY_FLOAT32", raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     assert models.pick_device("cpu") == (torch.device("cpu"), torch.float32)
+
+
+def test_a_gpu_that_only_emulates_bfloat16_computes_in_float32(monkeypatch):
+    monkeypatch.delenv("STORY_FLOAT32", raising=False)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert models.pick_device("cuda") == (torch.device("cuda"), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -350,14 +360,9 @@ def test_a_checkpoint_in_bfloat16_is_loaded_in_float32(tmp_path, tiny):
     assert torch.equal(models.load_checkpoint(tmp_path / "model.pt").embedding.weight, wanted)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_whole(saved, monkeypatch):
-    def fill_up(content, path):
-        Path(path).write_bytes(b"a part of")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_full_disk_leaves_the_old_checkpoint_whole(saved):
     old = saved.read_bytes()
-    monkeypatch.setattr(torch, "save", fill_up)
-    with pytest.raises(data.Problem, match="No space left on device"):
+    with disk_of(len(old) // 2), pytest.raises(data.Problem, match=f"cannot write {re.escape(str(saved))}"):
         models.save_checkpoint(saved, tiny_model(seed=1))
     assert saved.read_bytes() == old and list(saved.parent.iterdir()) == [saved]
 
@@ -400,14 +405,6 @@ def test_a_missing_checkpoint_is_a_problem_and_git_is_named_where_it_has_it(tmp_
     assert problem(tmp_path / "finetuned" / "model.pt").endswith("`git checkout checkpoints/finetuned` brings it back")
 
 
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
 def test_code_in_a_checkpoint_never_runs(saved, tmp_path):
     proof = tmp_path / "it-ran"
     content = {"config": Payload(proof)}
@@ -417,6 +414,11 @@ def test_code_in_a_checkpoint_never_runs(saved, tmp_path):
         assert not proof.exists()
     pickle.loads(saved.read_bytes())["config"].close()
     assert proof.exists()  # so the payload does work
+
+
+def test_a_checkpoint_with_another_number_of_tokens_is_a_problem(saved):
+    models.save_checkpoint(saved, tiny_model(vocabulary=100))
+    assert "another tokenizer" in problem(saved)
 
 
 def test_a_checkpoint_of_another_tokenizer_is_a_problem(saved, tmp_path, monkeypatch):

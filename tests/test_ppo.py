@@ -101,6 +101,21 @@ def test_log_probs_written_down_while_sampling_are_those_of_the_rollout(tiny, mo
     torch.testing.assert_close(batch.log_probs[batch.mask.bool()].view(6, 12), torch.stack(written, 1), atol=1e-5, rtol=0)
 
 
+def test_in_bfloat16_too_a_model_and_its_copy_give_the_very_same_log_probs(tiny, monkeypatch):
+    monkeypatch.setattr(ppo, "STORY_TOKENS", 12)
+    batch = ppo.rollout(tiny, tiny_model(), data.load_asks()[:6], models.Precision(torch.device("cpu"), torch.bfloat16))
+    assert torch.equal(batch.log_probs, batch.reference) and batch.log_probs.any()
+
+
+def test_each_story_is_scored_with_the_words_of_its_own_ask(tiny, monkeypatch):
+    asks = data.load_asks()[:4]
+    texts = [" ".join(["Once", *words[:used]]) + "." for used, words in enumerate(asks)]
+    stories = [data.encode(text) for text in texts]
+    monkeypatch.setattr(ppo, "generate", lambda *_: stories)
+    batch = ppo.rollout(tiny, tiny, asks, FLOAT32)
+    assert batch.rewards.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1]) and batch.texts == texts
+
+
 def test_a_story_keeps_the_end_it_wrote_and_gets_none_that_it_did_not(tiny, staged):
     batch = staged(tiny, tiny, [0.0, 0.0], [[5, data.END], [5, 6, 7]])
     written = [batch.tokens[row, 1:][batch.mask[row].bool()].tolist() for row in range(2)]

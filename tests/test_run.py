@@ -1,4 +1,5 @@
 import ast
+import errno
 import math
 import os
 import re
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import contents, tiny_model
+from conftest import Payload, contents, tiny_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import data
@@ -151,6 +152,17 @@ def test_a_full_disk_for_the_logs_is_one_line(quick, workshop, monkeypatch, caps
     with pytest.raises(data.Problem, match="cannot write below .*runs: No space left on device"):
         quick(grpo, "--rollouts", 1)
     assert ("model.pt after" in capsys.readouterr().out) == (call == "close")  # the model is there by then, and it is said
+
+
+@pytest.mark.parametrize("place", [(runs.Path, "mkdir"), (runs, "SummaryWriter")], ids=["checkpoints", "runs"])
+def test_a_folder_that_may_not_be_written_is_a_problem(quick, workshop, monkeypatch, place):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", "/the/folder")
+
+    monkeypatch.setattr(*place, refuse)
+    with pytest.raises(data.Problem, match="^cannot write to /the/folder: Permission denied$"):
+        quick(ppo, "--rollouts", 1)
+    assert [path.name for path in workshop.rglob("*.pt")] == ["model.pt"]  # the fine-tuned one
 
 
 def test_a_text_is_logged_as_it_stands(quick, workshop, monkeypatch):
@@ -380,6 +392,25 @@ def test_a_state_of_something_else_is_a_problem(quick, workshop):
     torch.save({"model": torch.zeros(1)}, workshop / "checkpoints/ppo/kl-0.05/state.pt")
     with pytest.raises(data.Problem, match="not the state of a run"):
         quick(ppo, "--rollouts", 2, "--resume")
+
+
+def test_a_damaged_state_is_a_problem_and_code_in_it_never_runs(quick, workshop, tmp_path):
+    quick(ppo, "--rollouts", 1)
+    file, proof = workshop / "checkpoints/ppo/kl-0.05/state.pt", tmp_path / "it-ran"
+    whole, good = file.read_bytes(), models.read(file)
+    for content in (
+        lambda: file.write_bytes(whole[: len(whole) // 2]),
+        lambda: torch.save({**good, "model": Payload(proof)}, file),
+        lambda: torch.save({"run": good["run"]}, file),
+        lambda: torch.save({**good, "model": tiny_model(context=8, vocabulary=5).state_dict()}, file),
+        lambda: torch.save({**good, "run": {**good["run"], "torch_random": 3}}, file),
+    ):
+        content()
+        before = contents(workshop / "checkpoints")
+        with pytest.raises(data.Problem) as caught:
+            quick(ppo, "--rollouts", 2, "--resume")
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+        assert not proof.exists() and contents(workshop / "checkpoints") == before
 
 
 def test_overwrite_starts_afresh_and_leaves_other_runs_alone(quick, workshop):

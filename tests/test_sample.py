@@ -2,9 +2,12 @@ import sys
 
 import pytest
 import torch
+from by_hand import FLOAT32
 from conftest import tiny_model
 
 import data
+import evaluate
+import ppo
 import sample
 from data import END
 from model import pack, token_log_probs
@@ -150,6 +153,19 @@ def test_top_k_writes_only_the_likeliest_tokens(tiny):
         logits = tiny(torch.tensor([[5, 6, 7, *story[:at]]]))[0, -1]
         ranks.append((logits > logits[token]).sum().item())
     assert set(ranks) == {0, 1}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_rollout_and_an_evaluation_leave_the_mode_as_it_was(tiny, monkeypatch, training):
+    monkeypatch.setattr(ppo, "STORY_TOKENS", 6)
+    monkeypatch.setattr(evaluate, "STORY_TOKENS", 6)
+    tiny.train(training)
+    ppo.rollout(tiny, tiny_model(), data.load_asks()[:2], FLOAT32)
+    assert tiny.training == training
+    evaluate.measure(tiny, FLOAT32, data.load_asks()[:2], 1, [[5, END]], tiny_model())
+    assert tiny.training == training
+    sample.write(tiny, data.DEMO, 6)
+    assert tiny.training == training
 
 
 @pytest.mark.parametrize("training", [True, False])
