@@ -8,7 +8,7 @@ ends it; the same command goes on where it stopped, and skips what is there. A r
 checkpoints/.
 
 DPO's pairs are the best and the worst of as many stories as the others write, written before its run by the model it starts
-from, and it computes gradients for as many. With --minutes it has the pairs of 8 rollouts' stories, and writing them is not counted.
+from, and it computes gradients for as many. With --minutes it has the pairs of 32 rollouts' stories, and writing them is not counted.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ METHODS = {
 COLUMNS = ["words_used", "plain_bits_per_byte", "ended", "repeats", "distinct_pairs", "kl", "steps", "minutes"]
 PAIRED = ("grpo-kl-0.05", "ppo-kl-0.05")
 STORIES_AN_ASK = 8
-TIMED_ROLLOUTS = 8  # whose stories DPO gets where the budget is minutes
+TIMED_ROLLOUTS = 32  # whose stories DPO gets where the budget is minutes: about as many as ten minutes hold in bfloat16
 
 
 def folder_of(method, budget, seed):
