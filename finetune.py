@@ -1,6 +1,6 @@
 """From plain stories to instructions.
 
-    python finetune.py --minutes 24 --overwrite     checkpoints/finetuned/model.pt, as it ships
+    python finetune.py --minutes 14 --overwrite     checkpoints/finetuned/model.pt, as it ships
 
 The stories teach themselves: a training story that uses a noun, a verb and an adjective of our lists is preceded by the
 instruction that asks for these three. The loss is on the story's tokens alone, its end of text included, and the first

@@ -1,10 +1,9 @@
 """Next-token training on plain stories, from random weights.
 
-    python pretrain.py --minutes 68 --overwrite     checkpoints/pretrained/model.pt
-    python pretrain.py --minutes 128 --resume       and an hour more
-    python pretrain.py --minutes 238 --resume       and almost two more, as it ships
+    python pretrain.py --minutes 68 --overwrite     checkpoints/pretrained/model.pt, as it ships
+    python pretrain.py --minutes 128 --resume       an hour more
 
-The network grows while it trains: 2 layers for the first 30% of the time, 4 up to 75%, 8 to the end. A new layer is a
+The network grows while it trains: 2 layers for the first 15% of the time, 4 up to half, 8 to the end. A new layer is a
 copy of the one before it whose two output matrices are zero, so the step to the deeper network changes nothing that it
 says. Shallow layers cost little, and most of what is learned early (words, which word follows which) needs no depth.
 """
@@ -22,7 +21,7 @@ from data import END, bounds, load_tokens, split_stories
 from model import Config, StoryModel, token_log_probs
 from run import Run, clip_gradients, flags
 
-GROWTH = {0.0: 2, 0.3: 4, 0.75: 8}  # share of the time: layers
+GROWTH = {0.0: 2, 0.15: 4, 0.5: 8}  # share of the time: layers
 CONTEXT = 512
 COMPILE_FROM = 5  # minutes: a shorter run does not earn back the half minute that compiling takes
 ROWS = 12  # of CONTEXT tokens, a step

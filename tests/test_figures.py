@@ -198,7 +198,7 @@ def test_the_tables_of_the_readme_are_what_the_runs_come_to():
 
 def test_the_rollout_that_the_readme_shows_is_one_that_was_printed():
     [shown] = re.findall(r"^    (rollout .*)$", PAGES["README.md"], re.MULTILINE)
-    assert shown in results("make-grpo")["printed"]
+    assert shown in results("make-grpo")["another_run"]["printed"]
 
 
 def test_the_table_of_memory_is_what_was_measured():

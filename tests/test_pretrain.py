@@ -265,8 +265,8 @@ def test_a_run_s_rates_are_those_of_the_schedule(small, monkeypatch):
     assert seen == [pytest.approx([0.02 * scale, 0.003 * scale]) for scale in schedule(100)]
 
 
-def test_the_shipped_model_grew_from_2_layers_over_4_to_8_at_30_and_75_percent_of_the_time():
-    assert pretrain.GROWTH == {0.0: 2, 0.3: 4, 0.75: 8} and models.Config().layers == 8
+def test_the_shipped_model_grew_from_2_layers_over_4_to_8_at_15_and_50_percent_of_the_time():
+    assert pretrain.GROWTH == {0.0: 2, 0.15: 4, 0.5: 8} and models.Config().layers == 8
 
 
 def test_pretraining_lowers_the_loss_and_writes_a_checkpoint_in_bfloat16(small, monkeypatch, capsys):

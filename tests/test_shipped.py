@@ -44,7 +44,7 @@ def test_most_of_its_stories_end_in_time_and_use_a_word_about_twice(written):
 def test_fine_tuning_cost_plain_stories_little(shipped):
     plain = evaluate.load_plain()[:16]
     before, after = (evaluate.bits_per_byte(shipped[name], plain) for name in ("pretrained", "finetuned"))
-    assert before < 1.5 and after < 1.1 * before
+    assert before < 1.5 and after < 1.2 * before
 
 
 def test_its_likeliest_story_begins_as_stories_do_and_has_the_words_of_the_demo(shipped):
