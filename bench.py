@@ -26,7 +26,8 @@ from data import STORY_TOKENS, VOCABULARY
 from evaluate import SCORED, write_json
 from memory import peak, random_stories
 from model import Config, StoryModel, for_writing, pack, token_log_probs
-from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, compile_blocks, optimizers, train_step
+from pretrain import ADAM, CONTEXT, MICRO, MUON, ROWS, optimizers, train_step
+from run import compile_blocks
 from sample import generate
 
 
@@ -75,6 +76,7 @@ class Bench:
         for weight in self.model.parameters():
             if weight.dim() == 2:
                 torch.nn.init.normal_(weight, std=0.02)
+        compile_blocks(self.model, dynamic=True)
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
 
     def pretraining(self):
@@ -110,6 +112,7 @@ class Bench:
 
     def rollout(self, model, method):
         optimizer, asks = ppo.optimizer_of(model, 0.0), method.ask(np.random.default_rng(1))
+        compile_blocks(model, dynamic=True)
 
         def work():
             batch = ppo.rollout(model, model, asks, self.precision)

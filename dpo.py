@@ -20,7 +20,7 @@ from data import encode, instruction
 from model import FINETUNED, pack, token_log_probs
 from ppo import MEASURE_EVERY, optimizer_of
 from preferences import PAIRS, load_pairs
-from run import Run, clip_gradients, file_hash, flags
+from run import Run, clip_gradients, compile_blocks, file_hash, flags
 
 MINIBATCH = 16  # pairs a step
 PIECE = 4  # pairs whose gradients are computed at once
@@ -93,6 +93,8 @@ def main():
         raise Problem(f"{args.pairs} is not the file of pairs that this run started with")
     parts["pairs"] = known
     say(f"{len(pairs)} pairs from {args.pairs}")
+    if run.compiles:
+        compile_blocks(model, reference, dynamic=True)
     frozen = reference_log_probs(reference, pairs, run.precision)
     for number in run.loop(model, parts, "step", MEASURE_STEPS, reference):
         start = time.perf_counter()

@@ -43,7 +43,7 @@ def reinforce(model, reference, optimizer, method):
     """An update by PPO or GRPO on two minibatches of made-up stories."""
     stories = random_stories(2 * ppo.MINIBATCH)
     tokens, mask = pack([data.encode(data.instruction(data.DEMO))] * len(stories), stories)
-    pieces = list(zip(tokens.split(ppo.PIECE), mask.split(ppo.PIECE)))
+    pieces = list(zip(tokens.split(ppo.MINIBATCH), mask.split(ppo.MINIBATCH)))
     with torch.no_grad():
         old, frozen = (torch.cat([ppo.token_log_probs(each, *piece) for piece in pieces]) for each in (model, reference))
     channels = torch.randn(*mask.shape, model.config.channels)

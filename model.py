@@ -24,6 +24,12 @@ from data import TOKENIZER, VOCABULARY, replacing, tokenizer_hash
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 FINETUNED = CHECKPOINTS / "finetuned" / "model.pt"
+ROUND = 64  # how many tokens are computed is rounded up to a multiple: in bfloat16, each new number compiles products of its own
+
+
+def missing(number):
+    """How many are missing to the next multiple of `ROUND`."""
+    return -number % ROUND
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +59,14 @@ def rotate(x, cos, sin):
 
 
 class Real:
-    """Where the real tokens of a padded batch are. real: a mask (stories, tokens)."""
+    """Where the real tokens of a padded batch are. real: a mask (stories, tokens).
+
+    So much of the padding counts as real that their number is a multiple of `ROUND`, where there is so much.
+    """
 
     def __init__(self, real):
-        self.shape, self.places = real.shape, real.flatten().nonzero().squeeze(1)
+        places, padding = (each.flatten().nonzero().squeeze(1) for each in (real, ~real))
+        self.shape, self.places = real.shape, torch.cat((places, padding[: missing(len(places))]))
 
     def spread(self, x):
         """(real tokens, channels) -> (stories, tokens, channels), zeros on the padding."""
@@ -186,12 +196,12 @@ class StoryModel(nn.Module):
             raise Problem("once a cache holds tokens, the model reads one at a time")
         if end > self.config.context:
             raise Problem(f"{end} tokens do not fit a context of {self.config.context}")
-        x = self.embedding(tokens if real is None else tokens[real])
         layout = None if real is None else Real(real)
+        x = self.embedding(tokens if real is None else tokens.flatten()[layout.places])
         cos, sin = self.cos[start:end], self.sin[start:end]
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
             x = block(x, cos, sin, cache, layout)
-        return self.norm(x)
+        return self.norm(x if real is None else x[: int(real.sum())])
 
     def logits(self, channels):
         """The output layer: the embedding once more, the other way round."""
@@ -251,8 +261,8 @@ def keep_freed_memory():
 
 
 def for_writing(model, dtype):
-    """The model itself in float32, or a copy cast to bfloat16: so its cache is in bfloat16 too, and no weight is cast again."""
-    return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+    """A copy, not compiled, all in `dtype`: so its cache is in bfloat16 too, and no weight is cast again."""
+    return copy.deepcopy(model).to(dtype)
 
 
 # ---- stories in a batch
@@ -282,12 +292,12 @@ def story_channels(model, tokens, mask):
     """
     chosen = mask.bool()
     real = chosen.flip(1).cumsum(1).flip(1) > 0  # (stories, longest - 1): up to the last story token's predecessor
-    return model.channels(tokens[:, :-1], real=real)[chosen[real]]
+    return model.channels(tokens[:, :-1], real=real).index_select(0, chosen[real].nonzero().squeeze(1))
 
 
 def log_probs(model, channels, targets):
     """log p of the target tokens, (tokens,), from the channels before them, (tokens, channels). float32 at least."""
-    logits = model.logits(channels)
+    logits = model.logits(F.pad(channels, (0, 0, 0, missing(len(channels)))))[: len(channels)]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)  # a third of cross_entropy's time
 

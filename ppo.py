@@ -24,14 +24,13 @@ from data import STORY_TOKENS, decode, encode, instruction, load_asks
 from evaluate import kl_terms
 from model import FINETUNED, for_writing, log_probs, pack, story_channels, token_log_probs
 from rewards import words_used
-from run import Run, clip_gradients, flags
+from run import Run, clip_gradients, compile_blocks, flags
 from sample import generate
 
 STORIES = 128  # a rollout
 CLIP = 0.2
 EPOCHS = 2
 MINIBATCH = 16
-PIECE = 8  # stories whose gradients are computed at once: less memory, the same sum
 LEARNING_RATE = 5e-5
 LEVEL = 8  # rollouts at the full rate
 CRITIC_RATE, CRITIC_BIAS_RATE = 1e-4, 0.1
@@ -134,24 +133,24 @@ def update(model, optimizer, batch, advantages, method, kl, precision):
 
 
 def policy_step(model, optimizer, batch, rows, advantages, weights, kl, precision):
-    """One optimizer step on a minibatch, its gradient summed over pieces. Returns what to log."""
-    tokens = batch.mask[rows].sum().clamp(min=1)
-    sums = {"update/loss": 0.0, "update/clip_fraction": 0.0, "update/ratio": 0.0}
-    for part, counts in zip(rows.split(PIECE), weights.split(PIECE)):
-        mask, advantage = batch.mask[part], advantages[part]
-        with precision():
-            new = token_log_probs(model, batch.tokens[part], mask)  # (piece, longest - 1)
-        ratio = (new - batch.log_probs[part]).exp()
-        terms = kl * kl_terms(new, batch.reference[part]) - surrogate(ratio, advantage)
-        loss = (counts * terms).sum()
-        loss.backward()
-        sums["update/loss"] += loss.item()
-        sums["update/clip_fraction"] += (clipped(ratio, advantage) * mask / tokens).sum().item()
-        sums["update/ratio"] += (ratio.detach() * mask / tokens).sum().item()
-    sums["update/grad_norm"] = clip_gradients(model)
+    """One optimizer step on a minibatch. Returns what to log."""
+    mask, advantages = batch.mask[rows], advantages[rows]
+    with precision():
+        new = token_log_probs(model, batch.tokens[rows], mask)  # (minibatch, longest - 1)
+    ratio = (new - batch.log_probs[rows]).exp()
+    terms = kl * kl_terms(new, batch.reference[rows]) - surrogate(ratio, advantages)
+    loss = (weights * terms).sum()
+    loss.backward()
+    norm = clip_gradients(model)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return sums
+    shares = mask / mask.sum().clamp(min=1)
+    return {
+        "update/loss": loss.item(),
+        "update/clip_fraction": (clipped(ratio, advantages) * shares).sum().item(),
+        "update/ratio": (ratio.detach() * shares).sum().item(),
+        "update/grad_norm": norm,
+    }
 
 
 def learning_rate(rollout):
@@ -271,8 +270,7 @@ class PPO:
 
     def learn(self, batch, rows):
         """One step of the critic towards the returns."""
-        for part, counts in zip(rows.split(PIECE), self.weights(batch.mask[rows]).split(PIECE)):
-            (counts * (self.critic.values(batch, part) - batch.returns[part]) ** 2).sum().backward()
+        (self.weights(batch.mask[rows]) * (self.critic.values(batch, rows) - batch.returns[rows]) ** 2).sum().backward()
         clip_gradients(self.critic)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -295,6 +293,8 @@ def train(run, method, kl):
     parts = {"model": model, "optimizer": optimizer, "method": method}
     if run.args.resume:
         run.load_state(**parts)
+    if run.compiles:
+        compile_blocks(model, reference, dynamic=True)  # both, so that the KL begins at zero
     for number in run.loop(model, parts, "rollout", MEASURE_EVERY):
         start = time.perf_counter()
         optimizer.param_groups[0]["lr"] = rate = learning_rate(number)

@@ -19,11 +19,10 @@ import evaluate
 from cli import Problem, main_guard, progress, say
 from data import END, bounds, load_tokens, split_stories
 from model import Config, StoryModel, token_log_probs
-from run import Run, clip_gradients, flags
+from run import Run, clip_gradients, compile_blocks, flags
 
 GROWTH = {0.0: 2, 0.15: 4, 0.5: 8}  # share of the time: layers
 CONTEXT = 512
-COMPILE_FROM = 5  # minutes: a shorter run does not earn back the half minute that compiling takes
 ROWS = 12  # of CONTEXT tokens, a step
 MICRO = 6  # rows at a time, as many as the processor's cache likes
 MEASURED = 500  # held-out stories at the end, a fifth of them along the way
@@ -183,20 +182,9 @@ def train_step(model, both, batches, precision):
     return total
 
 
-def compile_blocks(model):
-    """Have PyTorch write the blocks' code anew, all between two matrix products in one piece, if a compiler is here."""
-    try:
-        torch.compile(torch.neg)(torch.ones(2, device=model.cos.device))
-    except Exception as error:  # of a compiler that is missing or broken, in one of many ways
-        say(f"goes on without torch.compile, which does not work here ({str(error).strip().splitlines()[0][:80]})")
-        return
-    for block in model.blocks:
-        block.compile()
-
-
 def build(run, layers, model=None):
     model = (grow(model, layers) if model else StoryModel(Config(layers=layers))).to(run.device)
-    if not run.args.steps and run.args.minutes >= COMPILE_FROM:
+    if run.compiles:
         compile_blocks(model)
     return model, optimizers(model, MUON, ADAM, run.precision.dtype)
 

@@ -26,6 +26,7 @@ from sample import write
 RUNS = Path(__file__).resolve().parent / "runs"
 MEASURE_ASKS = 50
 SAVE_AFTER = 3  # minutes
+COMPILE_FROM = 5  # minutes: a shorter run does not earn back the half minute that compiling takes
 
 
 def flags(description, start, unit="rollouts", budget=10.0):
@@ -70,6 +71,21 @@ def clip_gradients(model):
     return norm
 
 
+def compile_blocks(*these, dynamic=False):
+    """Have PyTorch write the blocks of models anew, all between two matrix products in one piece, if a compiler is here.
+
+    dynamic: for batches of any shape, a little slower than for one.
+    """
+    try:
+        torch.compile(torch.neg)(torch.ones(2, device=these[0].cos.device))
+    except Exception as error:  # of a compiler that is missing or broken, in one of many ways
+        say(f"goes on without torch.compile, which does not work here ({str(error).strip().splitlines()[0][:80]})")
+        return
+    for model in these:
+        for block in model.blocks:
+            block.compile(dynamic=dynamic)
+
+
 class Run:
     """One training run. Makes its folders, or refuses to where they hold a run already.
 
@@ -85,6 +101,7 @@ class Run:
         self.state_file = self.folder / "state.pt"
         self.device, dtype = models.pick_device(args.device)
         self.precision = models.Precision(self.device, dtype)
+        self.compiles = not args.steps and args.minutes >= COMPILE_FROM
         self.steps, self.earlier, self.stopped, self.start_hash, self.ended = 0, 0.0, False, "", None
         if args.resume and args.overwrite:
             raise Problem("--resume and --overwrite exclude each other")
@@ -212,7 +229,8 @@ class Run:
         """Measure on held-out asks and plain stories, log and print it with the demo story, keep the model."""
         self.save_state(**parts)  # first, so that a second Ctrl-C does not cost the steps before it
         progress(self.share(), 1, "measuring")
-        figures = evaluate.measure(model, self.precision, self.asks[:MEASURE_ASKS], 2, self.plain, reference)
+        with torch.compiler.set_stance("force_eager"):  # as evaluate.py does
+            figures = evaluate.measure(model, self.precision, self.asks[:MEASURE_ASKS], 2, self.plain, reference)
         story = write(models.for_writing(model, self.precision.dtype), DEMO, 120, generator=torch.Generator().manual_seed(1))
         names = {"eval/words_used": "words_used", "eval/ended": "ended", "eval/plain_loss": "plain_bits_per_byte", "eval/kl": "kl"}
         self.log({name: figures[key] for name, key in names.items() if figures[key] is not None} | {"demo/story": story})

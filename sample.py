@@ -7,6 +7,7 @@ python sample.py --greedy --from checkpoints/grpo/kl-0.05/model.pt
 """
 
 import codecs
+import math
 import secrets
 
 import torch
@@ -17,7 +18,7 @@ from model import FINETUNED, for_writing, load_checkpoint, pick_device
 from rewards import check_words, words_used
 
 ROWS = 128  # stories written at once
-LEAVE_AT = 1 / 8  # the share of rows that must have ended for them to be dropped, which copies the cache
+LEAVE = 8  # stories that have ended leave the batch so many at a time: that copies the cache, and each new size costs too
 warmth = kind(float, lambda value: value == 0 or 0.01 <= value <= 100, "0 or a number from 0.01 to 100")
 
 
@@ -70,8 +71,8 @@ def tokens_written(model, prompts, max_tokens, temperature=1.0, top_k=None, gene
         ended |= writing & ((chosen == END) | (step == max_tokens - 1))
         if ended.all():
             return
-        if ended.sum() >= LEAVE_AT * len(rows):
-            kept = (~ended).nonzero().squeeze(1)
+        if (size := math.ceil(int((~ended).sum()) / LEAVE) * LEAVE) < len(rows):
+            kept = ended.argsort(stable=True)[:size].sort().values
             for cache in caches:
                 cache.keep(kept.to(device))
             rows, chosen, ended = rows[kept], chosen[kept], ended[kept]

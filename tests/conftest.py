@@ -1,6 +1,7 @@
 """What the tests share: a tiny random model, and folders of their own for all that is written."""
 
 import contextlib
+import math
 import random
 import resource
 import signal
@@ -91,6 +92,7 @@ def quick(workshop, monkeypatch):
     monkeypatch.setattr(ppo, "STORIES", 16)
     monkeypatch.setattr(grpo, "PROMPTS", 2)
     monkeypatch.setattr(runs, "MEASURE_ASKS", 2)
+    monkeypatch.setattr(runs, "COMPILE_FROM", math.inf)
     monkeypatch.setattr(evaluate, "load_plain", lambda: [[*data.encode("Once upon a time."), data.END]])
     monkeypatch.setattr(runs, "write", lambda *_, **__: "Once.")
     monkeypatch.setattr(models, "keep_freed_memory", lambda: None)

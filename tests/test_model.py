@@ -154,15 +154,30 @@ def test_padded_equals_unpadded(tiny):
 
 
 @torch.no_grad()
-def test_no_matrix_is_multiplied_with_padding_and_no_logit_is_made_of_a_prompt(tiny, monkeypatch):
+@pytest.mark.parametrize(("multiple", "computed"), [(1, [10, 10, 8]), (3, [12, 12, 9]), (64, [12, 12, 64])])
+def test_no_more_is_computed_than_real_tokens_and_no_logits_of_prompts_but_to_round_up(tiny, monkeypatch, multiple, computed):
+    monkeypatch.setattr(models, "ROUND", multiple)
     prompts, stories = [[1, 2, 3], [4]], [[5, 6], [7, 8, 9, 10, 11, 12]]
     rows = []
     for part in tiny.blocks[0].feed_forward.up, tiny.blocks[1].attention.q:
         part.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[:-1].numel()))
     logits = models.StoryModel.logits
     monkeypatch.setattr(models.StoryModel, "logits", lambda self, read: rows.append(len(read)) or logits(self, read))
-    models.token_log_probs(tiny, *models.pack(prompts, stories))
-    assert rows == [4 + 6, 4 + 6, 2 + 6]  # the last token of each story predicts nothing
+    tokens, mask = models.pack(prompts, stories)
+    found = models.token_log_probs(tiny, tokens, mask)
+    assert rows == computed  # of 4 + 6 tokens read, as a story's last predicts nothing, and 2 + 6 written; there are 2 x 6 places
+    torch.testing.assert_close(found, models.token_log_probs(tiny, tokens) * mask)
+
+
+@pytest.mark.parametrize("multiple", [1, 7, 64])
+def test_rounding_up_changes_no_gradient(monkeypatch, multiple):
+    tokens, mask = models.pack([[1, 2, 3], [4], [5, 6]], [[5, 6], [7, 8, 9, 10, 11, 12], [13]])
+    model, weights = tiny_model().double(), torch.rand(mask.shape)
+    wanted = torch.autograd.grad((models.token_log_probs(model, tokens) * mask * weights).sum(), list(model.parameters()))
+    monkeypatch.setattr(models, "ROUND", multiple)
+    found = torch.autograd.grad((models.token_log_probs(model, tokens, mask) * weights).sum(), list(model.parameters()))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
 
 
 def test_a_text_beyond_the_context_is_refused(tiny):
@@ -249,8 +264,18 @@ def test_a_model_in_bfloat16_gives_log_probs_in_float32(tiny):
     torch.testing.assert_close(models.token_log_probs(rough, tokens), wanted)
 
 
+def test_a_copy_for_writing_is_not_compiled(tiny, monkeypatch):
+    compiled = []
+    for block in tiny.blocks:
+        block.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    with torch.no_grad():
+        models.for_writing(tiny, torch.float32)(random_tokens(2, 6))
+        assert not compiled
+        tiny(random_tokens(2, 6))
+        assert compiled
+
+
 def test_a_copy_for_writing_leaves_the_model_in_float32(tiny):
-    assert models.for_writing(tiny, torch.float32) is tiny
     copy = models.for_writing(tiny, torch.bfloat16)
     assert {weight.dtype for weight in copy.parameters()} == {torch.bfloat16}
     assert {weight.dtype for weight in tiny.parameters()} == {torch.float32}

@@ -203,7 +203,7 @@ def test_the_ratio_is_taken_against_the_policy_that_wrote_the_rollout_in_both_pa
     advantages = grpo.GRPO().advantages(batch)[0]
     ppo.update(tiny, torch.optim.AdamW(tiny.parameters(), lr=1e-2), batch, advantages, grpo.GRPO(), 0.05, FLOAT32)
     assert torch.equal(batch.log_probs, old)
-    first, second = torch.cat(ratios[:2]), torch.cat(ratios[2:])  # one minibatch a pass, of two pieces
+    first, second = ratios  # one minibatch a pass
     assert torch.allclose(first, torch.ones(()), atol=1e-4) and (second - 1).abs().max() > 0.05
     for (tokens, found), ratio in zip(new, ratios):
         rows = [(batch.tokens == row).all(1).nonzero().item() for row in tokens]
@@ -246,7 +246,7 @@ def test_in_bfloat16_all_that_is_compared_is_float32_and_ratios_start_near_one(t
     advantages, _ = method.advantages(batch)
     ppo.update(tiny, torch.optim.AdamW(tiny.parameters(), lr=0.0), batch, advantages, method, 0.05, rough)
     assert {each.dtype for each in (batch.log_probs, batch.reference, batch.channels, advantages, *tiny.parameters())} == {torch.float32}
-    assert len(ratios) == 4 and all((piece - 1).abs().mean() < 0.01 for piece in ratios)
+    assert len(ratios) == 2 and all((ratio - 1).abs().mean() < 0.01 for ratio in ratios)
 
 
 def test_a_reference_that_is_far_away_gives_no_overflow(tiny, staged):
@@ -265,8 +265,8 @@ def test_a_gradient_that_is_not_finite_is_a_problem_before_any_weight_moves(tiny
     assert not optimizer.gradients
 
 
-def check_gradient(staged, monkeypatch, method, piece, tolerance):
-    """An update's loss and gradients against the plain implementation's, however the minibatch is split."""
+def check_gradient(staged, method, tolerance):
+    """An update's loss and gradients against the plain implementation's."""
     writer, reference = tiny_model(), tiny_model(1)
     batch = staged(writer, reference, [1 / 3] * 8 + MIXED[:8])  # GRPO's first group is tied
     model, optimizer = nudged(writer), Recorder(writer)
@@ -275,7 +275,6 @@ def check_gradient(staged, monkeypatch, method, piece, tolerance):
     if isinstance(method, ppo.PPO):
         torch.nn.init.normal_(method.critic.linear.weight, std=0.1)  # so that advantages differ from token to token
     advantages, _ = method.advantages(batch)
-    monkeypatch.setattr(ppo, "PIECE", piece)
     figures = ppo.update(model, optimizer, batch, advantages, method, 0.3, FLOAT32)
     loss, norm, gradients = plain_loss(model, batch, range(16), advantages, 0.3, isinstance(method, grpo.GRPO))
     assert norm > 1  # so the gradient is clipped, once, as a whole
@@ -286,15 +285,14 @@ def check_gradient(staged, monkeypatch, method, piece, tolerance):
             torch.testing.assert_close(found, wanted, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("piece", [1, 3, 16])
 @pytest.mark.parametrize("method", ["ppo", "grpo"])
-def test_loss_and_gradient_are_those_of_the_whole_minibatch_however_it_is_split(exact, staged, monkeypatch, method, piece):
-    check_gradient(staged, monkeypatch, method, piece, 1e-9)
+def test_loss_and_gradient_are_those_of_the_plain_implementation(exact, staged, method):
+    check_gradient(staged, method, 1e-9)
 
 
 @pytest.mark.parametrize("method", ["ppo", "grpo"])
-def test_in_float32_too_the_gradient_is_the_plain_one(staged, monkeypatch, method):
-    check_gradient(staged, monkeypatch, method, 8, 1e-5)
+def test_in_float32_too_the_gradient_is_the_plain_one(staged, method):
+    check_gradient(staged, method, 1e-5)
 
 
 # ---- PPO's own
@@ -339,10 +337,8 @@ def test_the_critics_gradient_does_not_reach_the_policy(tiny, staged):
     assert not same(before, weights_of(method.critic))
 
 
-@pytest.mark.parametrize("piece", [1, 3, 16])
 @pytest.mark.parametrize("kind", ["linear", "model"])
-def test_the_critics_gradient_is_that_of_the_mean_square_however_a_minibatch_is_split(tiny, staged, monkeypatch, kind, piece):
-    monkeypatch.setattr(ppo, "PIECE", piece)
+def test_the_critics_gradient_is_that_of_the_mean_square_over_the_minibatch(tiny, staged, monkeypatch, kind):
     monkeypatch.setattr(ppo, "clip_gradients", lambda model: None)
     batch = staged(tiny, tiny, MIXED)
     method = ppo.PPO(tiny, critic=ppo.CriticModel(tiny, FLOAT32) if kind == "model" else None)

@@ -11,6 +11,7 @@ from conftest import tiny_model
 import data
 import model as models
 import pretrain
+import run
 from data import END
 
 SHAPES = [(8, 8), (24, 8), (8, 24)]
@@ -291,7 +292,7 @@ def loss_and_gradient(model):
 def test_a_compiled_model_has_the_same_loss_and_gradient(capsys):
     model = tiny_model()
     wanted = loss_and_gradient(model)
-    pretrain.compile_blocks(model)
+    run.compile_blocks(model)
     if "goes on without" in capsys.readouterr().out:
         pytest.skip("no compiler here")
     torch._dynamo.utils.counters.clear()
@@ -309,7 +310,7 @@ def test_without_a_compiler_pretraining_goes_on_and_says_so(monkeypatch, capsys)
     monkeypatch.setattr(torch, "compile", compile)
     model = tiny_model()
     wanted = loss_and_gradient(model)
-    pretrain.compile_blocks(model)
+    run.compile_blocks(model)
     assert capsys.readouterr().out == "goes on without torch.compile, which does not work here (No working C++ compiler found)\n"
     assert all(torch.equal(found, expected) for found, expected in zip(loss_and_gradient(model), wanted, strict=True))
 

@@ -476,6 +476,35 @@ def test_a_resumed_runs_scalars_go_on_where_they_stopped(quick, workshop):
     assert [event.step for event in events.Scalars("eval/words_used")] == [0, 2, 4]
 
 
+# ---- compiling
+
+
+@pytest.mark.parametrize(("budget", "compiles"), [(["--minutes", 5], True), (["--minutes", 4.9], False), (["--rollouts", 1], False)])
+@pytest.mark.parametrize("script", [ppo, grpo])
+def test_a_run_that_earns_the_time_back_compiles_the_policy_and_the_reference(quick, monkeypatch, script, budget, compiles):
+    found, made = [], ppo.rollout
+    monkeypatch.setattr(runs, "COMPILE_FROM", 5)
+    monkeypatch.setattr(ppo, "compile_blocks", lambda *these, dynamic: found.append((these, dynamic)))
+    monkeypatch.setattr(ppo, "rollout", lambda *args: found.append(args[:2]) or os.kill(os.getpid(), signal.SIGINT) or made(*args))
+    quick(script, *budget)
+    *compiled, rolled = found
+    assert compiled == [(rolled, True)] * compiles
+
+
+def test_compiled_blocks_learn_the_same_from_batches_of_any_shape(capsys):
+    model, compiled = tiny_model(), tiny_model()
+    runs.compile_blocks(compiled, dynamic=True)
+    if "goes on without" in capsys.readouterr().out:
+        pytest.skip("no compiler here")
+    for lengths in [9, 4, 7], [30, 22], [40, 41, 42, 43, 44]:
+        tokens, mask = models.pack([[1, 2, 3]] * len(lengths), [torch.randint(0, 4096, (length,)).tolist() for length in lengths])
+        scores = [models.token_log_probs(each, tokens, mask) for each in (model, compiled)]
+        torch.testing.assert_close(scores[1], scores[0], atol=1e-5, rtol=1e-4)
+        wanted, found = (torch.autograd.grad(each.sum(), list(of.parameters())) for each, of in zip(scores, (model, compiled)))
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
 # ---- the clock, the precision, the imports
 
 
