@@ -1,4 +1,5 @@
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -167,6 +168,19 @@ def test_no_more_is_computed_than_real_tokens_and_no_logits_of_prompts_but_to_ro
     found = models.token_log_probs(tiny, tokens, mask)
     assert rows == computed  # of 4 + 6 tokens read, as a story's last predicts nothing, and 2 + 6 written; there are 2 x 6 places
     torch.testing.assert_close(found, models.token_log_probs(tiny, tokens) * mask)
+
+
+def test_minibatches_of_stories_of_any_length_multiply_matrices_of_few_sizes(tiny, monkeypatch):
+    draw, rows = random.Random(1), set()
+    for part in tiny.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.register_forward_pre_hook(lambda _, inputs: rows.add(len(inputs[0])))
+    logits = models.StoryModel.logits
+    monkeypatch.setattr(models.StoryModel, "logits", lambda self, read: rows.add(len(read)) or logits(self, read))
+    for _ in range(20):
+        stories = [[1] * draw.randint(10, 60) for _ in range(16)]
+        models.token_log_probs(tiny, *models.pack([[1] * draw.randint(8, 14) for _ in stories], stories))
+    assert len(rows) < 10 and not any(number % models.ROUND for number in rows)
 
 
 @pytest.mark.parametrize("multiple", [1, 7, 64])
